@@ -1,0 +1,108 @@
+"""What a user wishes for, in the user's words: strings and numbers, no torch.
+
+`LossConfig` is the only schema. Its field names are the YAML keys, the command line flags, the attributes of
+`LossPluginArguments` and the keys that the framework plugins accept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .errors import ConfigError, unknown_name
+
+STATISTICS = ("accuracy", "entropy")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """How the language-model loss is computed.
+
+    Only ``loss_strategy`` is needed: ``LossConfig("cce")``.
+
+    Raises:
+        ConfigError: a value has the wrong type or lies outside its range. Names of strategies and of their options are
+            checked where they are resolved, since third parties can add some.
+    """
+
+    loss_strategy: str = field(
+        default="auto",
+        metadata={
+            "help": "How the loss is computed: auto, naive, chunked, flce, cce, the name of an installed strategy, or "
+            "package.module:ATTRIBUTE."
+        },
+    )
+    loss_options: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "Options of that strategy, for example {workspace_mb: 256} or {filter: off, preset: cce_exact}."},
+    )
+    loss_label_smoothing: float = field(
+        default=0.0,
+        metadata={"help": "Share of each target spread evenly over the vocabulary, in [0, 1]; the Trainer's "
+                  "label_smoothing_factor is taken too."},
+    )
+    loss_z_loss: float = field(
+        default=0.0, metadata={"help": "Weight of the squared log-sum-exp of the logits, added to each token's loss."}
+    )
+    loss_class_weight: list[float] | None = field(
+        default=None, metadata={"help": "One weight a vocabulary entry, as in torch.nn.functional.cross_entropy."}
+    )
+    loss_token_weight_key: str = field(
+        default="token_weight",
+        metadata={"help": "Column of the batch with one weight a token, aligned with labels; used when it is there."},
+    )
+    loss_statistics: list[str] | None = field(
+        default=None,
+        metadata={"help": "Extra numbers to log from the same pass, without logits: accuracy, entropy."},
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss_strategy, str) or not self.loss_strategy:
+            raise ConfigError(
+                f"loss_strategy must be a name such as 'cce', got {self.loss_strategy!r}. "
+                "Leave it out for 'auto'."
+            )
+        if self.loss_options is not None and not isinstance(self.loss_options, Mapping):
+            raise ConfigError(
+                f"loss_options must be a mapping such as {{workspace_mb: 256}}, got {self.loss_options!r}. "
+                "Write it as a YAML mapping or as JSON on the command line."
+            )
+        self._number("loss_label_smoothing", 0.0, 1.0)
+        self._number("loss_z_loss", 0.0, math.inf)
+        for name in self.loss_statistics or ():
+            if name not in STATISTICS:
+                raise ConfigError(unknown_name("entry of loss_statistics", str(name), STATISTICS))
+
+    def _number(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or math.isinf(value):
+            raise ConfigError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}. Leave it out for 0.")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The keys of this schema."""
+        return tuple(f.name for f in fields(cls))
+
+    @classmethod
+    def of(cls, value: LossConfig | str | Mapping[str, Any] | None) -> LossConfig:
+        """A config from any form that the public functions take: itself, a strategy's name, a mapping, or nothing.
+
+        Raises:
+            ConfigError: a mapping has a key that is no field, or a value is wrong.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(loss_strategy=value)
+        if isinstance(value, Mapping):
+            for key in value:
+                if key not in cls.names():
+                    raise ConfigError(unknown_name("loss setting", str(key), cls.names()))
+            return cls(**value)
+        raise ConfigError(
+            f"A loss config must be a strategy's name, a mapping or a LossConfig, got {type(value).__name__}."
+        )

@@ -1,0 +1,43 @@
+"""The exceptions of this package.
+
+LossPluginError
+ |- ConfigError(ValueError)                 an unknown name or a bad value in what the user asked for
+ |- UnsupportedError(RuntimeError)          the strategy or backend asked for cannot run here
+ |- PatchError(RuntimeError)                the model cannot be patched, or was already
+ `- MissingDependencyError(ImportError)     an optional package is needed; the message has the pip line
+
+Every message says what was asked, why it cannot be done with the values seen, and what to do instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LossPluginError(Exception):
+    """Base of every exception that this package raises on purpose."""
+
+
+class ConfigError(LossPluginError, ValueError):
+    """An unknown name or a value outside its range."""
+
+
+class UnsupportedError(LossPluginError, RuntimeError):
+    """What was asked for explicitly cannot run on this device or for this problem."""
+
+
+class PatchError(LossPluginError, RuntimeError):
+    """The model cannot be patched, or something else patched it already."""
+
+
+class MissingDependencyError(LossPluginError, ImportError):
+    """An optional package is needed for what was asked."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """One sentence for a name that is not known: what was asked, the nearest known name, all known names."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"Unknown {kind} {name!r}.{hint} Known: {', '.join(names)}."

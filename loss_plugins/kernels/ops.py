@@ -1,0 +1,275 @@
+"""The registered operators: schema, fake, autograd, and a launch that loads its backend on first use.
+
+Three operators, each opaque to torch.compile (the loss runs once a step, so a call's few microseconds do not matter):
+
+- ``linear_ce``: per-row losses without logits; its backward computes the logits again (``linear_ce_backward``).
+- ``flce``: the total over rows, with its gradients computed in the forward; its backward only scales them.
+
+``kernels`` names the backend folder that computes. All shapes: N rows, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._ops import NAMESPACE
+
+_launched: set[str] = set()
+
+
+def launched() -> frozenset[str]:
+    """``backend.entry`` of every entry function that has run in this process since `forget_launches`."""
+    return frozenset(_launched)
+
+
+def forget_launches() -> None:
+    """Start `launched` anew."""
+    _launched.clear()
+
+
+def backends() -> list[str]:
+    """Names of the backend folders."""
+    import pkgutil
+
+    return sorted(m.name for m in pkgutil.iter_modules(importlib.import_module(__package__).__path__) if m.ispkg)
+
+
+def backend(name: str) -> ModuleType:
+    """The backend's package, imported on first use."""
+    return importlib.import_module(f".{name}", __package__)
+
+
+def entry(name: str, function: str) -> str:
+    """The backend that answers for ``function`` when ``name`` is asked for: itself, or torch where it has none."""
+    return name if function in backend(name).__all__ else "torch"
+
+
+def _launch(name: str, function: str, *args: Any) -> Any:
+    _launched.add(f"{name}.{function}")
+    return getattr(backend(name), function)(*args)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type of per-row results: float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op(f"{NAMESPACE}::linear_ce", mutates_args=())
+def linear_ce(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    labels: Tensor,  # (N,) int64
+    class_weight: Tensor | None,  # (V,)
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+    want_entropy: bool,
+    want_predicted: bool,
+    filter_hidden: float,
+    filter_weight: float,
+    want_dropped: bool,
+    tile_bytes: int,
+    forward_kernels: str,
+    backward_kernels: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, nll, lse, entropy, predicted, dropped), each (N,), the last three (0,) unless asked for."""
+    dropped_below = min(filter_hidden or 1.0, filter_weight or 1.0) if want_dropped else 0.0
+    if dropped_below == 1.0:
+        dropped_below = 0.0
+    loss, nll, lse, entropy, predicted, dropped = _launch(
+        forward_kernels, "linear_ce_forward", hidden, weight, bias, labels, class_weight, ignore_index, scale, softcap,
+        label_smoothing, z_loss, dtype, want_entropy, want_predicted, dropped_below, tile_bytes,
+    )
+    if want_dropped and not dropped_below:
+        dropped = torch.zeros_like(lse)
+    return loss, nll, lse, entropy, predicted, dropped
+
+
+@linear_ce.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None, ignore_index: int,
+    scale: float, softcap: float, label_smoothing: float, z_loss: float, dtype: torch.dtype, want_entropy: bool,
+    want_predicted: bool, filter_hidden: float, filter_weight: float, want_dropped: bool, tile_bytes: int,
+    forward_kernels: str, backward_kernels: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = hidden.shape[0]
+    acc = accumulator(dtype)
+    return (
+        hidden.new_empty(rows, dtype=acc),
+        hidden.new_empty(rows, dtype=acc),
+        hidden.new_empty(rows, dtype=acc),
+        hidden.new_empty(rows if want_entropy else 0, dtype=acc),
+        hidden.new_empty(rows if want_predicted else 0, dtype=torch.int64),
+        hidden.new_empty(rows if want_dropped else 0, dtype=acc),
+    )
+
+
+@torch.library.custom_op(f"{NAMESPACE}::linear_ce_backward", mutates_args=())
+def linear_ce_backward(
+    grad: Tensor,  # (N,)
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    labels: Tensor,  # (N,) int64
+    class_weight: Tensor | None,  # (V,)
+    lse: Tensor,  # (N,)
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+    filter_hidden: float,
+    filter_weight: float,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    tile_bytes: int,
+    kernels: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dX, dW, db), empty where not needed."""
+    return _launch(
+        kernels, "linear_ce_backward", grad, hidden, weight, bias, labels, class_weight, lse, ignore_index, scale,
+        softcap, label_smoothing, z_loss, dtype, filter_hidden, filter_weight, need_hidden, need_weight, need_bias,
+        tile_bytes,
+    )
+
+
+@linear_ce_backward.register_fake
+def _(
+    grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None,
+    lse: Tensor, ignore_index: int, scale: float, softcap: float, label_smoothing: float, z_loss: float,
+    dtype: torch.dtype, filter_hidden: float, filter_weight: float, need_hidden: bool, need_weight: bool,
+    need_bias: bool, tile_bytes: int, kernels: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, width), vocab = hidden.shape, weight.shape[0]
+    return (
+        hidden.new_empty(rows if need_hidden else 0, width),
+        weight.new_empty((vocab, width) if need_weight else (0,)),
+        (hidden if bias is None else bias).new_empty(
+            vocab if need_bias else 0, dtype=accumulator(dtype) if bias is None else bias.dtype
+        ),
+    )
+
+
+def _linear_ce_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, labels, class_weight, *ctx.scalars = inputs
+    ctx.save_for_backward(hidden, weight, bias, labels, class_weight, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _linear_ce_grad(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+    hidden, weight, bias, labels, class_weight, lse = ctx.saved_tensors
+    (ignore_index, scale, softcap, label_smoothing, z_loss, dtype, _, _, filter_hidden, filter_weight, _, tile_bytes, _,
+     kernels) = ctx.scalars
+    unused = (None,) * (2 + len(ctx.scalars))
+    if grad_loss is None:
+        return (None, None, None, *unused)
+    need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+    d_hidden, d_weight, d_bias = linear_ce_backward(
+        grad_loss, hidden, weight, bias, labels, class_weight, lse, ignore_index, scale, softcap, label_smoothing,
+        z_loss, dtype, filter_hidden, filter_weight, need_hidden, need_weight, need_bias, tile_bytes, kernels,
+    )
+    return (
+        d_hidden if need_hidden else None,
+        d_weight if need_weight else None,
+        d_bias if need_bias else None,
+        *unused,
+    )
+
+
+linear_ce.register_autograd(_linear_ce_grad, setup_context=_linear_ce_setup)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::flce", mutates_args=())
+def flce(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    labels: Tensor,  # (N,) int64
+    row_scale: Tensor,  # (N,)
+    class_weight: Tensor | None,  # (V,)
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+    want_entropy: bool,
+    want_predicted: bool,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    chunk_rows: int,
+    kernels: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(total, dX, dW, db, nll, lse, entropy, predicted): the total is ``(loss * row_scale).sum()``."""
+    return _launch(
+        kernels, "flce_forward", hidden, weight, bias, labels, row_scale, class_weight, ignore_index, scale, softcap,
+        label_smoothing, z_loss, dtype, want_entropy, want_predicted, need_hidden, need_weight, need_bias, chunk_rows,
+    )
+
+
+@flce.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, row_scale: Tensor, class_weight: Tensor | None,
+    ignore_index: int, scale: float, softcap: float, label_smoothing: float, z_loss: float, dtype: torch.dtype,
+    want_entropy: bool, want_predicted: bool, need_hidden: bool, need_weight: bool, need_bias: bool, chunk_rows: int,
+    kernels: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (rows, width), vocab = hidden.shape, weight.shape[0]
+    acc = accumulator(dtype)
+    return (
+        hidden.new_empty((), dtype=acc),
+        hidden.new_empty(rows if need_hidden else 0, width),
+        weight.new_empty((vocab, width) if need_weight else (0,)),
+        (hidden if bias is None else bias).new_empty(
+            vocab if need_bias else 0, dtype=acc if bias is None else bias.dtype
+        ),
+        hidden.new_empty(rows, dtype=acc),
+        hidden.new_empty(rows, dtype=acc),
+        hidden.new_empty(rows if want_entropy else 0, dtype=acc),
+        hidden.new_empty(rows if want_predicted else 0, dtype=torch.int64),
+    )
+
+
+def _flce_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:4])
+    ctx.inputs = len(inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _flce_grad(ctx: Any, grad_total: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+    unused = (None,) * (ctx.inputs - 3)
+    if grad_total is None:
+        return (None, None, None, *unused)
+    # out of place: a second backward over a retained graph must find the same numbers
+    scaled = [
+        _scaled(saved, grad_total) if need else None
+        for saved, need in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
+    ]
+    return (*scaled, *unused)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::scaled", mutates_args=())
+def _scaled(saved: Tensor, factor: Tensor) -> Tensor:
+    """``saved * factor`` in the type of ``saved``. An operator without autograd, so that a second derivative through
+    gradients that were computed in the forward is an error and not a wrong number."""
+    return saved * factor.to(saved.dtype) if saved.dtype.itemsize >= 4 else (saved * factor).to(saved.dtype)
+
+
+@_scaled.register_fake
+def _(saved: Tensor, factor: Tensor) -> Tensor:
+    return torch.empty_like(saved)
+
+
+flce.register_autograd(_flce_grad, setup_context=_flce_setup)

@@ -1,0 +1,59 @@
+"""Name -> object, for the rooms that third parties can add to.
+
+A name is looked up, in this order, as a file of the room (``flce`` is ``strategies/flce.py``), as an entry point of the
+room's group, and as a dotted path ``package.module:attribute``. Files whose name begins with an underscore are not entries.
+Nothing is imported before it is asked for, and a built-in name cannot be shadowed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from importlib.metadata import entry_points
+from typing import Any
+
+from .errors import ConfigError, unknown_name
+
+
+class Registry:
+    """The entries of one room.
+
+    Args:
+        package: The room's package, for example ``loss_plugins.strategies``.
+        attribute: The name that an entry's module exports, for example ``STRATEGY``.
+        kind: The word for error messages, for example ``loss strategy``.
+    """
+
+    def __init__(self, package: str, attribute: str, kind: str) -> None:
+        self.package, self.attribute, self.kind = package, attribute, kind
+
+    def builtin(self) -> list[str]:
+        """Names of the room's own files."""
+        path = importlib.import_module(self.package).__path__
+        return sorted(m.name for m in pkgutil.iter_modules(path) if not m.ispkg and not m.name.startswith("_"))
+
+    def names(self) -> list[str]:
+        """All names that are known without a dotted path: own files and installed entry points."""
+        return sorted({*self.builtin(), *(e.name for e in entry_points(group=self.package))})
+
+    def get(self, name: str) -> Any:
+        """The object behind ``name``.
+
+        Raises:
+            ConfigError: the name is unknown, or what it points at does not exist.
+        """
+        if name in self.builtin():
+            return getattr(importlib.import_module(f"{self.package}.{name}"), self.attribute)
+        for entry in entry_points(group=self.package):
+            if entry.name == name:
+                return entry.load()
+        if ":" in name:
+            module, _, attribute = name.partition(":")
+            try:
+                return getattr(importlib.import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(
+                    f"{self.kind} {name!r} could not be loaded: {error}. Check the path (package.module:attribute), "
+                    f"or use one of: {', '.join(self.names())}."
+                ) from error
+        raise ConfigError(unknown_name(self.kind, name, self.names()))

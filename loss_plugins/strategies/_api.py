@@ -1,0 +1,289 @@
+"""The public functions: check what was given, flatten it to rows, let the selected strategy compute, give it its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ._base import LossOutput, RowLoss, Rows
+from ._select import select_on
+from ._validate import Checked, check_arguments, check_fields
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    strategy: str = "auto",
+    bias: Tensor | None = None,
+    shift: int = 0,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    num_items_in_batch: int | float | Tensor | None = None,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Cross-entropy of a linear head, without its logits in memory. Equal to::
+
+        logits = (hidden @ weight.T + bias) * logit_scale
+        logits = softcap * torch.tanh(logits / softcap)
+        F.cross_entropy(logits[..., :-shift, :].flatten(0, -2).float(), labels[..., shift:].flatten(), ...)
+
+    in value, gradients, edge cases, type and shape. Products of half inputs keep their float32 accumulators (``naive``
+    rounds its logits to the half type, as Transformers does).
+
+    Args:
+        hidden: Shape ``[..., H]``, floating.
+        weight: The head, shape ``[V, H]``, floating. Under autocast the products run in its type, else in the wider of
+            the two; each gradient has its own tensor's type.
+        labels: Shape ``[...]``, any integer type, in ``[0, V)`` or ``ignore_index``.
+        strategy: ``auto``, ``naive``, ``chunked``, ``flce``, ``cce``, an installed strategy or ``package.module:ATTRIBUTE``.
+        bias: Shape ``[V]``.
+        shift: Position t predicts the label at t + shift along the last axis of ``labels``; 1 for an unshifted causal
+            batch, 0 where the labels are aligned already.
+        ignore_index: Label of tokens that count nothing; they are dropped before any product.
+        reduction: ``mean`` over tokens (weighted as below), ``sum``, or ``none`` for a loss a token, 0 where ignored.
+        num_items_in_batch: With ``mean``: divide the sum by this instead, as the Trainer's gradient accumulation needs.
+            A number or a one-element tensor, whose shape the loss then has.
+        logit_scale: Multiplies the logits before the softcap.
+        softcap: Bounds the logits by tanh.
+        label_smoothing: Share of each target spread evenly over the vocabulary, as in ``F.cross_entropy``, in [0, 1].
+        z_loss: Weight of ``lse ** 2``, added to each token's loss.
+        class_weight: Shape ``[V]``, as ``F.cross_entropy``'s ``weight``; it does not scale the z-loss.
+        token_weight: Shape of ``labels``; multiplies each token's loss. ``mean`` divides by the sum of the weights.
+        options: The strategy's own options, see ``loss-plugins strategies``.
+
+    Returns:
+        Shape ``[]``, or with ``none`` the labels' shape, its last axis shorter by ``shift``. float32; float64 for
+        float64 inputs. ``mean`` over no token is NaN with zero gradients.
+
+    Raises:
+        ConfigError: an argument's name, type, shape or range is wrong. A label out of range raises on a CPU; elsewhere
+            the loss becomes NaN, since reading the labels would make the host wait.
+        UnsupportedError: the strategy asked for cannot run on this device or head.
+    """
+    return linear_cross_entropy_stats(
+        hidden, weight, labels, fields=(), strategy=strategy, bias=bias, shift=shift, ignore_index=ignore_index,
+        reduction=reduction, num_items_in_batch=num_items_in_batch, logit_scale=logit_scale, softcap=softcap,
+        label_smoothing=label_smoothing, z_loss=z_loss, class_weight=class_weight, token_weight=token_weight,
+        options=options,
+    ).loss  # fmt: skip
+
+
+def linear_cross_entropy_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    fields: Sequence[str] = ("nll", "lse", "accuracy"),
+    strategy: str = "auto",
+    bias: Tensor | None = None,
+    shift: int = 0,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    num_items_in_batch: int | float | Tensor | None = None,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> LossOutput:
+    """`linear_cross_entropy` with per-token statistics from the same pass.
+
+    Args:
+        fields: Any of ``nll``, ``lse``, ``entropy``, ``accuracy``, ``predicted``, ``dropped``; see `LossOutput`.
+
+    The other arguments, and what is raised, are `linear_cross_entropy`'s. Only ``loss`` is differentiable; use
+    `linear_log_probs` for gradients of single tokens.
+    """
+    checked = check_arguments(
+        hidden, weight, labels, vocab=None, bias=bias, shift=shift, ignore_index=ignore_index, reduction=reduction,
+        num_items_in_batch=num_items_in_batch, logit_scale=logit_scale, softcap=softcap,
+        label_smoothing=label_smoothing, z_loss=z_loss, class_weight=class_weight, token_weight=token_weight,
+    )  # fmt: skip
+    return _compute(checked, check_fields(fields), strategy, options, None)
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    strategy: str = "auto",
+    bias: Tensor | None = None,
+    shift: int = 0,
+    ignore_index: int = -100,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Differentiable log-probability of each label: ``log_softmax(logits)[label]``, 0 where ignored, shape as ``labels``.
+
+    The arguments are `linear_cross_entropy`'s. Preference and policy losses are made of these.
+    """
+    return -linear_cross_entropy(
+        hidden, weight, labels, strategy=strategy, bias=bias, shift=shift, ignore_index=ignore_index, reduction="none",
+        logit_scale=logit_scale, softcap=softcap, options=options,
+    )  # fmt: skip
+
+
+def projected_cross_entropy_stats(
+    project: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    vocab: int,
+    fields: Sequence[str] = (),
+    strategy: str = "chunked",
+    shift: int = 0,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    num_items_in_batch: int | float | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> LossOutput:
+    """`linear_cross_entropy_stats` for a head that is no plain weight.
+
+    Args:
+        project: Called with a chunk of rows, shape ``[n, H]``; returns their final logits, shape ``[n, V]``. It is called
+            again in the backward, so it must be a function of its argument (random numbers are replayed).
+        vocab: V, the width of what ``project`` returns.
+        strategy: One that can call a head: ``chunked``, ``naive`` or ``auto``.
+    """
+    checked = check_arguments(
+        hidden, None, labels, vocab=vocab, bias=None, shift=shift, ignore_index=ignore_index, reduction=reduction,
+        num_items_in_batch=num_items_in_batch, logit_scale=None, softcap=None, label_smoothing=label_smoothing,
+        z_loss=z_loss, class_weight=class_weight, token_weight=token_weight,
+    )  # fmt: skip
+    return _compute(checked, check_fields(fields), strategy, options, project)
+
+
+def _compute(
+    given: Checked,
+    fields: frozenset[str],
+    strategy: str,
+    options: Mapping[str, Any] | None,
+    project: Callable[[Tensor], Tensor] | None,
+) -> LossOutput:
+    """One loss. Everything that all strategies share happens here, once."""
+    shape, labels, hidden, weight = given.labels.shape, given.labels, given.hidden, given.weight
+    acc = torch.float64 if given.dtype == torch.float64 else torch.float32
+    labels = labels.reshape(-1)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    valid = labels != given.ignore_index
+    poison = None
+    if hidden.device.type != "cpu":
+        # the host must not wait for the labels: a bad one is computed as ignored and its loss made NaN
+        bad = valid & ((labels < 0) | (labels >= given.vocab))
+        labels, valid = torch.where(bad, given.ignore_index, labels), valid & ~bad
+        poison = torch.where(bad, torch.nan, 0.0).to(acc)
+
+    each = valid.to(acc) if given.token_weight is None else given.token_weight.reshape(-1).to(acc) * valid
+    counted = each
+    if given.class_weight is not None:
+        counted = each * given.class_weight.to(acc)[torch.where(valid, labels, 0)]
+    if given.reduction == "mean":
+        items = given.num_items_in_batch
+        total = counted.sum() if items is None else items.to(acc).reshape(())
+        row_scale = torch.where(each != 0, each / total, 0.0)
+    else:
+        row_scale = each
+
+    kept = None
+    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
+        kept = valid.nonzero()[:, 0]
+        if kept.numel() == labels.numel():
+            kept = None
+        else:
+            hidden, labels, row_scale = hidden[kept], labels[kept], row_scale[kept]
+
+    rows = Rows(
+        hidden=hidden, weight=weight, bias=given.bias, labels=labels, vocab=given.vocab, row_scale=row_scale,
+        dtype=given.dtype, ignore_index=given.ignore_index, scale=given.scale, softcap=given.softcap,
+        label_smoothing=given.label_smoothing, z_loss=given.z_loss, class_weight=given.class_weight,
+        reduce=given.reduction != "none", fields=fields | ({"lse"} if given.z_loss else set()), project=project,
+    )  # fmt: skip
+    plan = select_on(strategy, options, rows.problem(), hidden.device)
+    result = _no_rows(rows) if hidden.shape[0] == 0 else plan.strategy(rows, plan.options, _profile(hidden.device))
+
+    loss = result.loss
+    if given.reduction == "none":
+        loss = _scatter(loss, kept, shape, 0.0) if poison is None else (loss + poison).reshape(shape)
+    else:
+        if poison is not None:
+            loss = loss + poison.sum()
+        if given.reduction == "mean" and given.num_items_in_batch is None:
+            loss = loss + torch.where(total == 0, torch.nan, 0.0)
+        elif given.num_items_in_batch is not None:
+            loss = loss.reshape(given.num_items_in_batch.shape)
+    return _output(given, rows, result, loss, kept, shape)
+
+
+def _output(
+    given: Checked, rows: Rows, result: RowLoss, loss: Tensor, kept: Tensor | None, shape: torch.Size
+) -> LossOutput:
+    def field(name: str, value: Tensor | None, fill: float = 0.0) -> Tensor | None:
+        return None if name not in given.asked(rows.fields) or value is None else _scatter(value.detach(), kept, shape, fill)
+
+    z_loss = None
+    if given.z_loss:
+        part = given.z_loss * result.lse.detach().square() * rows.row_scale.detach()
+        z_loss = part.sum() if given.reduction != "none" else _scatter(part, kept, shape, 0.0)
+    predicted = result.predicted
+    right = None if predicted is None else (predicted == rows.labels) & (rows.labels != given.ignore_index)
+    return LossOutput(
+        loss=loss,
+        nll=field("nll", result.nll),
+        lse=field("lse", result.lse),
+        entropy=field("entropy", result.entropy),
+        accuracy=field("accuracy", right),
+        predicted=field("predicted", predicted, given.ignore_index),
+        z_loss=z_loss,
+        dropped=field("dropped", result.dropped),
+    )
+
+
+def _scatter(values: Tensor, kept: Tensor | None, shape: torch.Size, fill: float) -> Tensor:
+    """Per-row values back in the labels' shape."""
+    if kept is None:
+        return values.reshape(shape)
+    whole = values.new_full((shape.numel(),), fill)
+    return whole.index_put((kept,), values).reshape(shape)
+
+
+def _no_rows(rows: Rows) -> RowLoss:
+    """The loss of no token: 0, tied to the graph so that every parameter gets a zero gradient and not None."""
+    acc = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    if rows.project is not None:
+        probe = rows.hidden.new_zeros(1, rows.hidden.shape[1])
+        loss = rows.project(probe)[:0].to(acc).sum() + rows.hidden.to(acc).sum()
+    else:
+        tied = [t for t in (rows.hidden, rows.weight, rows.bias) if t is not None]
+        loss = torch.stack([t.flatten()[:0].to(acc).sum() for t in tied]).sum()
+    none = rows.hidden.new_zeros(0, dtype=acc)
+    if not rows.reduce:
+        loss = loss + none
+    index = none.to(torch.int64)
+    return RowLoss(loss, none, none, none, index, none)
+
+
+def _profile(device: torch.device) -> Any:
+    from ..device import DeviceProfile
+
+    return DeviceProfile.probe(device)

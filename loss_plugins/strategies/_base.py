@@ -1,0 +1,156 @@
+"""What a strategy is given, what it returns, and what it must answer about itself.
+
+Letters: N rows (tokens), H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..device import DeviceProfile
+
+FIELDS = ("nll", "lse", "entropy", "accuracy", "predicted", "dropped")
+
+
+class LossOutput(NamedTuple):
+    """A loss and what was computed beside it in the same pass.
+
+    Per-token fields have the shape of the labels (their last axis shorter by ``shift``); ignored tokens hold 0, False, or
+    ``ignore_index`` in ``predicted``. Only ``loss`` is differentiable. A field that was not asked for is None.
+    """
+
+    loss: Tensor
+    """Shape ``()``, or the labels' with ``reduction="none"``; float32, or float64 for float64 inputs."""
+    nll: Tensor | None = None
+    """Negative log-likelihood of each label: no smoothing, no weights."""
+    lse: Tensor | None = None
+    """Log-sum-exp of each token's logits."""
+    entropy: Tensor | None = None
+    """Entropy of each token's distribution, in nats."""
+    accuracy: Tensor | None = None
+    """Whether each token's largest logit is its label's, bool."""
+    predicted: Tensor | None = None
+    """Index of each token's largest logit, the first of equals, int64."""
+    z_loss: Tensor | None = None
+    """The part of ``loss`` that the z-loss added, reduced as ``loss`` is; None where its weight is 0."""
+    dropped: Tensor | None = None
+    """Share of each token's probability that the gradient leaves out; 0 everywhere without a filter."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One loss as plain values, so that `check`, `peak_bytes` and `auto` can be asked without tensors."""
+
+    rows: int
+    hidden: int
+    vocab: int
+    dtype: torch.dtype = torch.float32
+    """The type that products are computed in."""
+    weight_dtype: torch.dtype | None = None
+    """The type of the head's weight where it differs from ``dtype``."""
+    needs_hidden: bool = True
+    needs_weight: bool = True
+    reduced: bool = True
+    """False for ``reduction="none"``."""
+    module: bool = False
+    """The head is a module to be called, not a weight to be multiplied."""
+
+    @property
+    def differentiable(self) -> bool:
+        return self.needs_hidden or self.needs_weight
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def logits_bytes(self) -> int:
+        """What the whole logits matrix would take in the accumulator's type."""
+        return self.rows * self.vocab * self.accumulator.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What the gradients that are handed back take."""
+        weight_dtype = self.weight_dtype or self.dtype
+        hidden = self.rows * self.hidden * self.dtype.itemsize if self.needs_hidden else 0
+        return hidden + (self.vocab * self.hidden * weight_dtype.itemsize if self.needs_weight else 0)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tensors and numbers of one loss, flattened to rows and checked. Labels are in range or ``ignore_index``."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor | None  # (V, H); None with project
+    bias: Tensor | None  # (V,)
+    labels: Tensor  # (N,) int64
+    vocab: int
+    row_scale: Tensor  # (N,) what each row's loss counts in the total; 0 where ignored
+    dtype: torch.dtype
+    ignore_index: int = -100
+    scale: float = 1.0
+    softcap: float = 0.0  # 0 is none
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    class_weight: Tensor | None = None  # (V,)
+    reduce: bool = True
+    fields: frozenset[str] = frozenset()
+    project: Callable[[Tensor], Tensor] | None = None  # (n, H) -> (n, V): a head that must be called
+
+    def problem(self) -> Problem:
+        grad = torch.is_grad_enabled()
+        weight = self.weight
+        return Problem(
+            rows=self.hidden.shape[0],
+            hidden=self.hidden.shape[1],
+            vocab=self.vocab,
+            dtype=self.dtype,
+            weight_dtype=None if weight is None else weight.dtype,
+            needs_hidden=grad and self.hidden.requires_grad,
+            needs_weight=grad and (weight is None or weight.requires_grad
+                                   or (self.bias is not None and self.bias.requires_grad)),
+            reduced=self.reduce,
+            module=self.project is not None,
+        )
+
+
+class RowLoss(NamedTuple):
+    """What a strategy returns: the total ``(loss * row_scale).sum()``, or each row's ``loss * row_scale``; and fields."""
+
+    loss: Tensor
+    nll: Tensor  # (N,)
+    lse: Tensor  # (N,)
+    entropy: Tensor | None = None
+    predicted: Tensor | None = None
+    dropped: Tensor | None = None
+
+
+class Strategy(Protocol):
+    """An algorithm. A file of this room exports one as ``STRATEGY``; an entry point may too."""
+
+    name: str
+    summary: str
+    """One line for tables and help."""
+    Options: type
+    """A frozen dataclass: the names, types, defaults and help of ``loss_options``."""
+
+    def check(self, problem: Problem, profile: DeviceProfile, options: Any) -> str | None:
+        """Why this cannot run here, or None."""
+        ...
+
+    def peak_bytes(self, problem: Problem, options: Any) -> int:
+        """Extra memory of forward and backward at their worst, gradients included, in bytes."""
+        ...
+
+    def kernels(self, profile: DeviceProfile, options: Any) -> str:
+        """Which kernels would run, for people: ``torch``, ``triton forward, torch backward``."""
+        ...
+
+    def __call__(self, rows: Rows, options: Any, profile: DeviceProfile) -> RowLoss:
+        """Compute. ``rows`` has at least one row."""
+        ...

@@ -1,0 +1,69 @@
+"""Row losses from logits that exist: shared by the strategies that make some (all of them, or a chunk's)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._base import RowLoss, Rows
+
+
+def project(rows: Rows, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Transformed logits (n, V) of some rows, in the accumulator's type."""
+    if rows.project is not None:
+        return rows.project(hidden).to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+    assert rows.weight is not None
+    bias = None if rows.bias is None else rows.bias.to(rows.dtype)
+    logits = F.linear(hidden.to(rows.dtype), rows.weight.to(rows.dtype) if weight is None else weight, bias)
+    return transform(rows, logits.to(torch.float64 if rows.dtype == torch.float64 else torch.float32))
+
+
+def transform(rows: Rows, logits: Tensor) -> Tensor:
+    """Scale and softcap, out of place."""
+    if rows.scale != 1.0:
+        logits = logits * rows.scale
+    if rows.softcap:
+        logits = rows.softcap * torch.tanh(logits / rows.softcap)
+    return logits
+
+
+def loss_from_logits(rows: Rows, logits: Tensor, labels: Tensor, row_scale: Tensor) -> tuple[Tensor, ...]:
+    """(scaled loss, nll, lse, entropy, predicted) of some rows; fields are detached, unasked ones empty."""
+    class_weight = None if rows.class_weight is None else rows.class_weight.to(logits.dtype)
+    loss = F.cross_entropy(
+        logits, labels, class_weight, ignore_index=rows.ignore_index, reduction="none",
+        label_smoothing=rows.label_smoothing,
+    )
+    valid = labels != rows.ignore_index
+    if rows.z_loss:
+        loss = loss + rows.z_loss * torch.where(valid, logits.logsumexp(1), 0.0).square()
+    loss = loss * row_scale
+    with torch.no_grad():
+        logits = logits.detach()
+        empty = logits.new_zeros(0)
+        nll, lse = empty, empty
+        if rows.fields & {"nll", "lse", "entropy"} or rows.z_loss:
+            lse = torch.where(valid, logits.logsumexp(1), 0.0)
+            picked = logits.gather(1, torch.where(valid, labels, 0)[:, None])[:, 0]
+            nll = torch.where(valid, lse - picked, 0.0)
+        entropy, predicted = empty, empty
+        if "entropy" in rows.fields:
+            p = torch.softmax(logits, 1)
+            entropy = torch.where(valid, lse - torch.where(p > 0, p * logits, 0.0).sum(1), 0.0)
+        if rows.fields & {"predicted", "accuracy"}:
+            predicted = torch.where(valid, logits.argmax(1), rows.ignore_index)
+    return loss, nll, lse, entropy, predicted
+
+
+def row_loss(rows: Rows, loss: Tensor, nll: Tensor, lse: Tensor, entropy: Tensor, predicted: Tensor) -> RowLoss:
+    """Per-row tensors as a `RowLoss`."""
+    return RowLoss(
+        loss=loss.sum() if rows.reduce else loss,
+        nll=nll,
+        lse=lse,
+        entropy=entropy if "entropy" in rows.fields else None,
+        predicted=predicted if rows.fields & {"predicted", "accuracy"} else None,
+        dropped=torch.zeros_like(loss, requires_grad=False) if "dropped" in rows.fields else None,
+    )
+

@@ -1,0 +1,34 @@
+"""Per-row losses whose backward computes the logits again, tile by tile: cce always, flce where it cannot know the
+gradient that will come back."""
+
+from __future__ import annotations
+
+from ..kernels import ops
+from ._base import RowLoss, Rows
+
+
+def recomputed(
+    rows: Rows,
+    tile_bytes: int,
+    filter_hidden: float = 0.0,
+    filter_weight: float = 0.0,
+    forward_kernels: str = "torch",
+    backward_kernels: str = "torch",
+) -> RowLoss:
+    """The row losses of ``rows``; the filters leave small probabilities out of dX and of dW (0: exact)."""
+    assert rows.weight is not None
+    loss, nll, lse, entropy, predicted, dropped = ops.linear_ce(
+        rows.hidden, rows.weight, rows.bias, rows.labels, rows.class_weight, rows.ignore_index, rows.scale,
+        rows.softcap, rows.label_smoothing, rows.z_loss, rows.dtype, "entropy" in rows.fields,
+        bool(rows.fields & {"predicted", "accuracy"}), filter_hidden, filter_weight, "dropped" in rows.fields,
+        tile_bytes, forward_kernels, backward_kernels,
+    )
+    loss = loss * rows.row_scale
+    return RowLoss(
+        loss=loss.sum() if rows.reduce else loss,
+        nll=nll,
+        lse=lse,
+        entropy=entropy if "entropy" in rows.fields else None,
+        predicted=predicted if rows.fields & {"predicted", "accuracy"} else None,
+        dropped=dropped if "dropped" in rows.fields else None,
+    )

@@ -1,0 +1,111 @@
+"""The only home of "auto": a wish, the facts and a problem become a plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..device import DeviceProfile, free_bytes
+from ..errors import ConfigError, UnsupportedError
+from ..registry import Registry
+from ._base import Problem, Strategy
+from ._options import MIB, parse_options
+
+logger = logging.getLogger(__name__)
+
+STRATEGIES = Registry("loss_plugins.strategies", "STRATEGY", "loss strategy")
+
+SMALL = 64 * MIB
+"""Below this many bytes of logits the plain way is the fastest and its memory does not matter."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision, printable: what runs, why, and what was passed over."""
+
+    strategy: Strategy
+    options: Any
+    reason: str
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+    def describe(self, profile: DeviceProfile) -> str:
+        words = f"{self.strategy.name} ({self.strategy.kernels(profile, self.options)} kernels): {self.reason}"
+        for name, why in self.passed_over:
+            words += f"; not {name}: {why}"
+        return words
+
+
+_said: set[tuple[str, str]] = set()
+
+
+def select(
+    strategy: str,
+    options: Mapping[str, Any] | None,
+    problem: Problem,
+    profile: DeviceProfile,
+    free: int | None = None,
+) -> Plan:
+    """The plan for one loss.
+
+    Raises:
+        ConfigError: an unknown strategy or option.
+        UnsupportedError: a strategy that was asked for by name cannot run here.
+    """
+    if strategy != "auto":
+        chosen = STRATEGIES.get(strategy)
+        parsed = parse_options(strategy, chosen.Options, options)
+        reason = chosen.check(problem, profile, parsed)
+        if reason is not None:
+            raise UnsupportedError(
+                f"Strategy {strategy!r} was asked for but cannot run here: {reason}. "
+                "Use loss_strategy 'chunked', which takes any head on any device, or 'auto'."
+            )
+        return Plan(chosen, parsed, "asked for")
+    plan = _auto(options, problem, profile, free)
+    if (plan.strategy.name, plan.reason) not in _said:
+        _said.add((plan.strategy.name, plan.reason))
+        logger.info("loss_strategy auto chose %s", plan.describe(profile))
+    return plan
+
+
+def select_on(strategy: str, options: Mapping[str, Any] | None, problem: Problem, device: Any) -> Plan:
+    """`select` for a device that exists."""
+    return select(strategy, options, problem, DeviceProfile.probe(device), free_bytes(device) if strategy == "auto" else None)
+
+
+def _auto(
+    options: Mapping[str, Any] | None, problem: Problem, profile: DeviceProfile, free: int | None
+) -> Plan:
+    passed_over: list[tuple[str, str]] = []
+    size = f"{problem.logits_bytes / MIB:.0f} MiB of logits"
+    if problem.module:
+        order = [("chunked", "the head is a module that must be called")]
+    elif problem.logits_bytes <= SMALL:
+        order = [("naive", f"{size} is little"), ("flce", "options"), ("cce", "options"), ("chunked", "options")]
+    elif problem.differentiable and problem.reduced:
+        order = [("flce", f"{size}, fewest operations"), ("cce", f"{size}, least memory"), ("chunked", "what is left")]
+    else:
+        why = "no gradient is needed" if not problem.differentiable else "per-token gradients"
+        order = [("cce", f"{size}, {why}"), ("chunked", "what is left")]
+    for name, reason in order:
+        candidate: Strategy = STRATEGIES.get(name)
+        unknown = sorted(set(options or {}) - {f.name for f in fields(candidate.Options)})
+        if unknown:
+            passed_over.append((name, f"it has no option {unknown[0]!r}"))
+            continue
+        parsed = parse_options(name, candidate.Options, options)
+        why_not = candidate.check(problem, profile, parsed)
+        if why_not is None and free is not None:
+            peak = candidate.peak_bytes(problem, parsed)
+            if peak > 0.9 * free and name != order[-1][0]:
+                why_not = f"it needs {peak / MIB:.0f} MiB and {free / MIB:.0f} MiB are free"
+        if why_not is None:
+            return Plan(candidate, parsed, reason, tuple(passed_over))
+        passed_over.append((name, why_not))
+    raise ConfigError(
+        f"loss_strategy 'auto' found nothing that can run with loss_options {dict(options or {})!r}: "
+        + "; ".join(f"{name}: {why}" for name, why in passed_over)
+        + ". Remove the option, or name the strategy that it belongs to."
+    )

@@ -1,0 +1,253 @@
+"""What the public functions refuse, each with a sentence that says what was given, why not, and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, unknown_name
+from ._base import FIELDS
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Arguments after the checks: shifted, of one meaning each."""
+
+    hidden: Tensor  # (..., H)
+    weight: Tensor | None
+    labels: Tensor  # (...) int64
+    vocab: int
+    dtype: torch.dtype
+    bias: Tensor | None
+    ignore_index: int
+    reduction: str
+    num_items_in_batch: Tensor | None
+    scale: float
+    softcap: float
+    label_smoothing: float
+    z_loss: float
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    fields: frozenset[str] = frozenset()
+
+    def asked(self, fields: frozenset[str]) -> frozenset[str]:
+        return fields
+
+
+def check_fields(fields: Sequence[str]) -> frozenset[str]:
+    """The names of per-token fields.
+
+    Raises:
+        ConfigError: a name that is no field.
+    """
+    if isinstance(fields, str):
+        fields = (fields,)
+    for name in fields:
+        if name not in FIELDS:
+            raise ConfigError(unknown_name("field", str(name), FIELDS))
+    return frozenset(fields)
+
+
+def check_arguments(
+    hidden: Tensor,
+    weight: Tensor | None,
+    labels: Tensor,
+    *,
+    vocab: int | None,
+    bias: Tensor | None,
+    shift: int,
+    ignore_index: int,
+    reduction: str,
+    num_items_in_batch: int | float | Tensor | None,
+    logit_scale: float | None,
+    softcap: float | None,
+    label_smoothing: float,
+    z_loss: float,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+) -> Checked:
+    """All checks that need no strategy.
+
+    Raises:
+        ConfigError: see the sentence.
+    """
+    _check_head(hidden, weight)
+    if vocab is None:
+        assert weight is not None
+        vocab = weight.shape[0]
+    _check_labels(hidden, labels, token_weight)
+    for name, tensor in (("bias", bias), ("class_weight", class_weight)):
+        if tensor is not None:
+            _check_per_class(name, tensor, vocab, hidden.device)
+    if reduction not in REDUCTIONS:
+        raise ConfigError(unknown_name("reduction", str(reduction), REDUCTIONS))
+    shift = _check_shift(shift, labels)
+    number("label_smoothing", label_smoothing, 0.0, 1.0)
+    number("z_loss", z_loss, 0.0, math.inf)
+    number("logit_scale", 1.0 if logit_scale is None else logit_scale, -math.inf, math.inf)
+    if softcap is not None:
+        number("softcap", softcap, 0.0, math.inf)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise ConfigError(f"ignore_index must be an integer, got {ignore_index!r}. Use -100 or your padding id.")
+    if shift:
+        hidden, labels = hidden[..., :-shift, :], labels[..., shift:]
+        token_weight = None if token_weight is None else token_weight[..., shift:]
+    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_range(labels, vocab, ignore_index)
+    return Checked(
+        hidden=hidden,
+        weight=weight,
+        labels=labels.to(torch.int64),
+        vocab=vocab,
+        dtype=_compute_dtype(hidden, weight),
+        bias=bias,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        num_items_in_batch=_check_items(num_items_in_batch, reduction, hidden.device),
+        scale=1.0 if logit_scale is None else float(logit_scale),
+        softcap=0.0 if softcap is None else float(softcap),
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
+        class_weight=class_weight,
+        token_weight=token_weight,
+    )
+
+
+def number(name: str, value: float, low: float, high: float) -> None:
+    """Refuse what is no finite number in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+        bounds = "a finite number" + (f" in [{low:g}, {high:g}]" if math.isfinite(low) else "")
+        raise ConfigError(f"{name} must be {bounds}, got {value!r}. Leave it out to switch it off.")
+
+
+def _check_head(hidden: Tensor, weight: Tensor | None) -> None:
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.dim() < 1:
+        raise ConfigError(
+            f"hidden must be a floating tensor of shape [..., H], got {_what(hidden)}. Pass the last hidden states."
+        )
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor):
+        raise ConfigError(f"weight must be a tensor of shape [V, H], got {_what(weight)}. Pass lm_head.weight.")
+    if type(weight).__name__ == "DTensor" or type(hidden).__name__ == "DTensor":
+        raise ConfigError(
+            "hidden or weight is a DTensor, and this function works on whole local tensors. "
+            "Patch the model instead (patch_model), or pass weight.full_tensor()."
+        )
+    if weight.numel() == 0 and hasattr(weight, "ds_shape"):
+        raise ConfigError(
+            f"weight is partitioned by DeepSpeed ZeRO-3 (its full shape is {tuple(weight.ds_shape)}, nothing of it is "
+            "here). Patch the model instead (patch_model), or call inside deepspeed.zero.GatheredParameters."
+        )
+    if not weight.is_floating_point() or weight.dim() != 2:
+        raise ConfigError(
+            f"weight must be a floating tensor of shape [V, H], got {_what(weight)}. "
+            "A quantised head must be called as a module: patch the model instead (patch_model)."
+        )
+    if weight.shape[1] != hidden.shape[-1]:
+        turned = weight.shape[0] == hidden.shape[-1]
+        advice = "It looks transposed: pass weight.T." if turned else "Check that both belong to the same model."
+        raise ConfigError(
+            f"weight must have shape [V, H] with H = {hidden.shape[-1]}, the last axis of hidden, got "
+            f"{tuple(weight.shape)}. {advice}"
+        )
+    if weight.shape[0] == 0:
+        raise ConfigError(f"weight has no rows (shape {tuple(weight.shape)}), so there is no vocabulary. Pass lm_head.weight.")
+    if weight.device != hidden.device:
+        raise ConfigError(
+            f"weight is on {weight.device} and hidden on {hidden.device}. Move one of them: weight.to({str(hidden.device)!r})."
+        )
+
+
+def _check_labels(hidden: Tensor, labels: Tensor, token_weight: Tensor | None) -> None:
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ConfigError(
+            f"labels must be an integer tensor, got {_what(labels)}. Class probabilities are not supported; "
+            "pass indices (labels.long())."
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise ConfigError(
+            f"labels must have the shape of hidden without its last axis, {tuple(hidden.shape[:-1])}, got "
+            f"{tuple(labels.shape)}. With unshifted labels pass both at full length and shift=1."
+        )
+    if labels.device != hidden.device:
+        raise ConfigError(
+            f"labels are on {labels.device} and hidden on {hidden.device}. Move them: labels.to({str(hidden.device)!r})."
+        )
+    if token_weight is not None and (
+        not isinstance(token_weight, Tensor) or token_weight.shape != labels.shape or token_weight.device != labels.device
+    ):
+        raise ConfigError(
+            f"token_weight must be a tensor of the labels' shape {tuple(labels.shape)} on {labels.device}, got "
+            f"{_what(token_weight)}."
+        )
+
+
+def _check_per_class(name: str, tensor: Tensor, vocab: int, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != (vocab,):
+        raise ConfigError(f"{name} must be a floating tensor of shape [{vocab}], one entry a class, got {_what(tensor)}.")
+    if tensor.device != device:
+        raise ConfigError(f"{name} is on {tensor.device} and hidden on {device}. Move it: {name}.to({str(device)!r}).")
+
+
+def _check_shift(shift: int, labels: Tensor) -> int:
+    if not isinstance(shift, int) or shift < 0:
+        raise ConfigError(f"shift must be 0 or a positive integer, got {shift!r}. Use 1 for unshifted causal labels.")
+    shift = int(shift)
+    if shift and (labels.dim() == 0 or shift > labels.shape[-1]):
+        length = "no axis" if labels.dim() == 0 else f"a last axis of {labels.shape[-1]}"
+        raise ConfigError(
+            f"shift={shift} was asked for, but labels have {length}, so no token would have a target. "
+            "Use a smaller shift, or 0 for labels that are aligned already."
+        )
+    return shift
+
+
+def _check_range(labels: Tensor, vocab: int, ignore_index: int) -> None:
+    bad = (labels != ignore_index) & ((labels < 0) | (labels >= vocab))
+    if bool(bad.any()):
+        value = int(labels[bad].flatten()[0])
+        raise ConfigError(
+            f"labels hold {value}, which is neither in [0, {vocab}) nor ignore_index={ignore_index} "
+            f"({int(bad.sum())} such). Check that tokenizer and head have the same vocabulary, or pass ignore_index."
+        )
+
+
+def _check_items(value: int | float | Tensor | None, reduction: str, device: torch.device) -> Tensor | None:
+    if value is None:
+        return None
+    if reduction != "mean":
+        raise ConfigError(
+            f"num_items_in_batch was given with reduction={reduction!r}, but it replaces the denominator of 'mean'. "
+            "Leave one of them out."
+        )
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ConfigError(
+                f"num_items_in_batch must be a number or a tensor of one element, got shape {tuple(value.shape)}."
+            )
+        return value.detach().to(device, non_blocking=True)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"num_items_in_batch must be above 0, got {value!r}. Leave it out for the mean over tokens.")
+    # full, not tensor: a fill is launched, a copy from the host would be waited for
+    return torch.full((), float(value), device=device, dtype=torch.float64 if device.type != "mps" else torch.float32)
+
+
+def _compute_dtype(hidden: Tensor, weight: Tensor | None) -> torch.dtype:
+    device = hidden.device.type
+    wide = hidden.dtype if weight is None else torch.promote_types(hidden.dtype, weight.dtype)
+    if torch.is_autocast_enabled(device) and wide != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return wide
+
+
+def _what(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)} on {value.device}"
+    return type(value).__name__
