@@ -36,12 +36,16 @@ class LossConfig:
     )
     loss_options: dict[str, Any] | None = field(
         default=None,
-        metadata={"help": "Options of that strategy, for example {workspace_mb: 256} or {filter: off, preset: cce_exact}."},
+        metadata={
+            "help": "Options of that strategy, for example {workspace_mb: 256} or {filter: off, preset: cce_exact}."
+        },
     )
     loss_label_smoothing: float = field(
         default=0.0,
-        metadata={"help": "Share of each target spread evenly over the vocabulary, in [0, 1]; the Trainer's "
-                  "label_smoothing_factor is taken too."},
+        metadata={
+            "help": "Share of each target spread evenly over the vocabulary, in [0, 1]; the Trainer's "
+            "label_smoothing_factor is taken too."
+        },
     )
     loss_z_loss: float = field(
         default=0.0, metadata={"help": "Weight of the squared log-sum-exp of the logits, added to each token's loss."}
@@ -61,8 +65,7 @@ class LossConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.loss_strategy, str) or not self.loss_strategy:
             raise ConfigError(
-                f"loss_strategy must be a name such as 'cce', got {self.loss_strategy!r}. "
-                "Leave it out for 'auto'."
+                f"loss_strategy must be a name such as 'cce', got {self.loss_strategy!r}. Leave it out for 'auto'."
             )
         if self.loss_options is not None and not isinstance(self.loss_options, Mapping):
             raise ConfigError(
@@ -77,7 +80,8 @@ class LossConfig:
 
     def _number(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or math.isinf(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or math.isinf(value):
             raise ConfigError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}. Leave it out for 0.")
 
     @classmethod

@@ -46,9 +46,8 @@ class DeviceProfile:
                 interpreted=interpreted,
             )
         if device.type == "xpu":
-            properties = torch.xpu.get_device_properties(device)
-            return cls("xpu", properties.name, total_bytes=properties.total_memory, has_triton=triton,
-                       interpreted=interpreted)
+            xpu = torch.xpu.get_device_properties(device)
+            return cls("xpu", xpu.name, total_bytes=xpu.total_memory, has_triton=triton, interpreted=interpreted)
         return cls(device.type, device.type, has_triton=triton, interpreted=interpreted)
 
     @property

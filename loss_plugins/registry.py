@@ -1,8 +1,8 @@
 """Name -> object, for the rooms that third parties can add to.
 
-A name is looked up, in this order, as a file of the room (``flce`` is ``strategies/flce.py``), as an entry point of the
-room's group, and as a dotted path ``package.module:attribute``. Files whose name begins with an underscore are not entries.
-Nothing is imported before it is asked for, and a built-in name cannot be shadowed.
+A name is looked up, in this order, as a file of the room (``flce`` is ``strategies/flce.py``), as an entry point of
+the room's group, and as a dotted path ``package.module:attribute``. Files whose name begins with an underscore are not
+entries. Nothing is imported before it is asked for, and a built-in name cannot be shadowed.
 """
 
 from __future__ import annotations

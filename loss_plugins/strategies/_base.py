@@ -20,8 +20,8 @@ FIELDS = ("nll", "lse", "entropy", "accuracy", "predicted", "dropped")
 class LossOutput(NamedTuple):
     """A loss and what was computed beside it in the same pass.
 
-    Per-token fields have the shape of the labels (their last axis shorter by ``shift``); ignored tokens hold 0, False, or
-    ``ignore_index`` in ``predicted``. Only ``loss`` is differentiable. A field that was not asked for is None.
+    Per-token fields have the shape of the labels (their last axis shorter by ``shift``); ignored tokens hold 0, False,
+    or ``ignore_index`` in ``predicted``. Only ``loss`` is differentiable. A field that was not asked for is None.
     """
 
     loss: Tensor
@@ -120,7 +120,7 @@ class Rows:
 
 
 class RowLoss(NamedTuple):
-    """What a strategy returns: the total ``(loss * row_scale).sum()``, or each row's ``loss * row_scale``; and fields."""
+    """What a strategy returns: the total ``(loss * row_scale).sum()`` or each row's ``loss * row_scale``, and fields."""
 
     loss: Tensor
     nll: Tensor  # (N,)

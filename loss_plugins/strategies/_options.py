@@ -35,7 +35,9 @@ def parse_options(strategy: str, schema: type[T], given: Mapping[str, Any] | Non
 def check_workspace(value: Any) -> None:
     """``workspace_mb`` as every strategy understands it: mebibytes above 0, or None for the strategy's own rule."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-        raise ConfigError(f"workspace_mb must be a number of mebibytes above 0, got {value!r}. Leave it out for the default.")
+        raise ConfigError(
+            f"workspace_mb must be a number of mebibytes above 0, got {value!r}. Leave it out for the default."
+        )
 
 
 def check_kernels(value: Any) -> None:

@@ -55,7 +55,8 @@ class CceOptions:
             )
         if is_number and PRESETS[self.preset] == (False, False):
             raise ConfigError(
-                f"preset {self.preset!r} filters nothing, but filter={self.filter!r} was asked for. Leave one of them out."
+                f"preset {self.preset!r} filters nothing, but filter={self.filter!r} was asked for. "
+                "Leave one of them out."
             )
         check_workspace(self.workspace_mb)
         check_kernels(self.kernels)
@@ -78,7 +79,7 @@ class Cce:
         if problem.module:
             return "the head is a module that must be called, and cce needs its weight"
         if options.kernels == "triton" and not profile.can_triton:
-            why = "Triton is not installed" if not profile.has_triton else f"Triton cannot launch on a {profile.kind} device"
+            why = f"Triton cannot launch on a {profile.kind} device" if profile.has_triton else "Triton is not installed"
             return f"kernels='triton' was asked for, but {why}"
         if options.kernels == "triton" and problem.accumulator.itemsize > 4:
             return "kernels='triton' was asked for, but the Triton kernels have no float64"
@@ -115,8 +116,8 @@ class Cce:
         filter_hidden, filter_weight = options.thresholds
         if rows.label_smoothing and (filter_hidden or filter_weight):
             raise ConfigError(
-                f"filter={options.filter!r} and label_smoothing={rows.label_smoothing:g} were both asked for, but smoothing "
-                "pulls on every column, so none is negligible. Use filter: auto or off, or no label smoothing."
+                f"filter={options.filter!r} and label_smoothing={rows.label_smoothing:g} were both asked for, but "
+                "smoothing pulls on every column, so none is negligible. Use filter: auto or off, or no label smoothing."
             )
         forward, backward = self.backends(profile, options, problem)
         return recomputed(

@@ -1,7 +1,8 @@
 """Fused linear cross-entropy: gradients computed in the forward, a chunk of rows at a time; the backward only scales.
 
-One third fewer products than recomputing, for the price of a float32 dW while it is summed. With ``reduction="none"`` the
-gradient that comes back is not known in the forward, so there the logits are computed again in the backward, by tiles.
+One third fewer products than recomputing, for the price of a float32 dW while it is summed. With ``reduction="none"``
+the gradient that comes back is not known in the forward, so there the logits are computed again in the backward, by
+tiles.
 Peak memory: one chunk of logits in float32 (on a GPU a half copy too), dW in float32 and in its own type, dX.
 """
 
