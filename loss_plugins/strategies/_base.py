@@ -120,7 +120,7 @@ class Rows:
 
 
 class RowLoss(NamedTuple):
-    """What a strategy returns: the total ``(loss * row_scale).sum()`` or each row's ``loss * row_scale``, and fields."""
+    """What a strategy returns: the total ``(loss * row_scale).sum()`` or each row's ``loss * row_scale``; fields."""
 
     loss: Tensor
     nll: Tensor  # (N,)

@@ -79,8 +79,8 @@ class Cce:
         if problem.module:
             return "the head is a module that must be called, and cce needs its weight"
         if options.kernels == "triton" and not profile.can_triton:
-            why = f"Triton cannot launch on a {profile.kind} device" if profile.has_triton else "Triton is not installed"
-            return f"kernels='triton' was asked for, but {why}"
+            why = f"cannot launch on a {profile.kind} device" if profile.has_triton else "is not installed"
+            return f"kernels='triton' was asked for, but Triton {why}"
         if options.kernels == "triton" and problem.accumulator.itemsize > 4:
             return "kernels='triton' was asked for, but the Triton kernels have no float64"
         return None
@@ -117,7 +117,7 @@ class Cce:
         if rows.label_smoothing and (filter_hidden or filter_weight):
             raise ConfigError(
                 f"filter={options.filter!r} and label_smoothing={rows.label_smoothing:g} were both asked for, but "
-                "smoothing pulls on every column, so none is negligible. Use filter: auto or off, or no label smoothing."
+                "smoothing pulls on every column, so none is negligible. Use filter: auto or off, or no smoothing."
             )
         forward, backward = self.backends(profile, options, problem)
         return recomputed(
