@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ._ops import NAMESPACE
+from ._rows import accumulator
 
 _launched: set[str] = set()
 
@@ -44,6 +45,7 @@ def backend(name: str) -> ModuleType:
     return importlib.import_module(f".{name}", __package__)
 
 
+@torch.compiler.assume_constant_result
 def entry(name: str, function: str) -> str:
     """The backend that answers for ``function`` when ``name`` is asked for: itself, or torch where it has none."""
     return name if function in backend(name).__all__ else "torch"
@@ -52,11 +54,6 @@ def entry(name: str, function: str) -> str:
 def _launch(name: str, function: str, *args: Any) -> Any:
     _launched.add(f"{name}.{function}")
     return getattr(backend(name), function)(*args)
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type of per-row results: float64 for float64, float32 for everything else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear_ce", mutates_args=())
@@ -82,15 +79,17 @@ def linear_ce(
     backward_kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, nll, lse, entropy, predicted, dropped), each (N,), the last three (0,) unless asked for."""
-    dropped_below = min(filter_hidden or 1.0, filter_weight or 1.0) if want_dropped else 0.0
-    if dropped_below == 1.0:
-        dropped_below = 0.0
-    loss, nll, lse, entropy, predicted, dropped = _launch(
+    loss, nll, lse, entropy, predicted = _launch(
         forward_kernels, "linear_ce_forward", hidden, weight, bias, labels, class_weight, ignore_index, scale, softcap,
-        label_smoothing, z_loss, dtype, want_entropy, want_predicted, dropped_below, tile_bytes,
+        label_smoothing, z_loss, dtype, want_entropy, want_predicted, tile_bytes,
     )
-    if want_dropped and not dropped_below:
-        dropped = torch.zeros_like(lse)
+    dropped = lse.new_zeros(lse.shape if want_dropped else 0)
+    thresholds = [below for below in (filter_hidden, filter_weight) if below > 0]
+    if want_dropped and thresholds:
+        dropped = _launch(
+            "torch", "dropped_mass", hidden, weight, bias, labels, lse, ignore_index, scale, softcap, dtype,
+            min(thresholds), tile_bytes,
+        )
     return loss, nll, lse, entropy, predicted, dropped
 
 
@@ -137,11 +136,12 @@ def linear_ce_backward(
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dX, dW, db), empty where not needed."""
-    return _launch(
+    gradients: tuple[Tensor, Tensor, Tensor] = _launch(
         kernels, "linear_ce_backward", grad, hidden, weight, bias, labels, class_weight, lse, ignore_index, scale,
         softcap, label_smoothing, z_loss, dtype, filter_hidden, filter_weight, need_hidden, need_weight, need_bias,
         tile_bytes,
     )
+    return gradients
 
 
 @linear_ce_backward.register_fake
@@ -213,10 +213,11 @@ def flce(
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(total, dX, dW, db, nll, lse, entropy, predicted): the total is ``(loss * row_scale).sum()``."""
-    return _launch(
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _launch(
         kernels, "flce_forward", hidden, weight, bias, labels, row_scale, class_weight, ignore_index, scale, softcap,
         label_smoothing, z_loss, dtype, want_entropy, want_predicted, need_hidden, need_weight, need_bias, chunk_rows,
     )
+    return results
 
 
 @flce.register_fake

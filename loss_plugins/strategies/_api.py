@@ -1,4 +1,4 @@
-"""The public functions: check what was given, flatten it to rows, let the selected strategy compute, give it its shape."""
+"""The public functions: check what was given, flatten it to rows, let a strategy compute, give the result its shape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._base import LossOutput, RowLoss, Rows
-from ._select import select_on
+from ._select import profile_of, select_on
 from ._validate import Checked, check_arguments, check_fields
 
 Reduction = Literal["mean", "sum", "none"]
@@ -48,7 +48,8 @@ def linear_cross_entropy(
         weight: The head, shape ``[V, H]``, floating. Under autocast the products run in its type, else in the wider of
             the two; each gradient has its own tensor's type.
         labels: Shape ``[...]``, any integer type, in ``[0, V)`` or ``ignore_index``.
-        strategy: ``auto``, ``naive``, ``chunked``, ``flce``, ``cce``, an installed strategy or ``package.module:ATTRIBUTE``.
+        strategy: ``auto``, ``naive``, ``chunked``, ``flce``, ``cce``, an installed strategy, or
+            ``package.module:ATTRIBUTE``.
         bias: Shape ``[V]``.
         shift: Position t predicts the label at t + shift along the last axis of ``labels``; 1 for an unshifted causal
             batch, 0 where the labels are aligned already.
@@ -130,7 +131,7 @@ def linear_log_probs(
     softcap: float | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Differentiable log-probability of each label: ``log_softmax(logits)[label]``, 0 where ignored, shape as ``labels``.
+    """Differentiable log-probability of each label: ``log_softmax(logits)[label]``, 0 where ignored, shaped as labels.
 
     The arguments are `linear_cross_entropy`'s. Preference and policy losses are made of these.
     """
@@ -161,8 +162,8 @@ def projected_cross_entropy_stats(
     """`linear_cross_entropy_stats` for a head that is no plain weight.
 
     Args:
-        project: Called with a chunk of rows, shape ``[n, H]``; returns their final logits, shape ``[n, V]``. It is called
-            again in the backward, so it must be a function of its argument (random numbers are replayed).
+        project: Called with a chunk of rows, shape ``[n, H]``; returns their final logits, shape ``[n, V]``. It is
+            called again in the backward, so it must be a function of its argument (random numbers are replayed).
         vocab: V, the width of what ``project`` returns.
         strategy: One that can call a head: ``chunked``, ``naive`` or ``auto``.
     """
@@ -188,8 +189,8 @@ def _compute(
     hidden = hidden.reshape(-1, hidden.shape[-1])
     valid = labels != given.ignore_index
     poison = None
-    if hidden.device.type != "cpu":
-        # the host must not wait for the labels: a bad one is computed as ignored and its loss made NaN
+    if hidden.device.type != "cpu" or torch.compiler.is_compiling():
+        # no host can look at the labels here: a bad one is computed as ignored and its loss made NaN
         bad = valid & ((labels < 0) | (labels >= given.vocab))
         labels, valid = torch.where(bad, given.ignore_index, labels), valid & ~bad
         poison = torch.where(bad, torch.nan, 0.0).to(acc)
@@ -220,7 +221,7 @@ def _compute(
         reduce=given.reduction != "none", fields=fields | ({"lse"} if given.z_loss else set()), project=project,
     )  # fmt: skip
     plan = select_on(strategy, options, rows.problem(), hidden.device)
-    result = _no_rows(rows) if hidden.shape[0] == 0 else plan.strategy(rows, plan.options, _profile(hidden.device))
+    result = _no_rows(rows) if hidden.shape[0] == 0 else plan.strategy(rows, plan.options, profile_of(hidden.device))
 
     loss = result.loss
     if given.reduction == "none":
@@ -232,14 +233,20 @@ def _compute(
             loss = loss + torch.where(total == 0, torch.nan, 0.0)
         elif given.num_items_in_batch is not None:
             loss = loss.reshape(given.num_items_in_batch.shape)
-    return _output(given, rows, result, loss, kept, shape)
+    return _output(given, rows, fields, result, loss, kept, shape)
 
 
 def _output(
-    given: Checked, rows: Rows, result: RowLoss, loss: Tensor, kept: Tensor | None, shape: torch.Size
+    given: Checked,
+    rows: Rows,
+    asked: frozenset[str],
+    result: RowLoss,
+    loss: Tensor,
+    kept: Tensor | None,
+    shape: torch.Size,
 ) -> LossOutput:
     def field(name: str, value: Tensor | None, fill: float = 0.0) -> Tensor | None:
-        return None if name not in given.asked(rows.fields) or value is None else _scatter(value.detach(), kept, shape, fill)
+        return None if name not in asked or value is None else _scatter(value.detach(), kept, shape, fill)
 
     z_loss = None
     if given.z_loss:
@@ -282,8 +289,3 @@ def _no_rows(rows: Rows) -> RowLoss:
     index = none.to(torch.int64)
     return RowLoss(loss, none, none, none, index, none)
 
-
-def _profile(device: torch.device) -> Any:
-    from ..device import DeviceProfile
-
-    return DeviceProfile.probe(device)

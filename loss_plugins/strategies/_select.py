@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from ..device import DeviceProfile, free_bytes
 from ..errors import ConfigError, UnsupportedError
 from ..registry import Registry
@@ -54,8 +56,7 @@ def select(
         UnsupportedError: a strategy that was asked for by name cannot run here.
     """
     if strategy != "auto":
-        chosen = STRATEGIES.get(strategy)
-        parsed = parse_options(strategy, chosen.Options, options)
+        chosen, parsed = _PREPARED[_file_prepared(strategy, options)]
         reason = chosen.check(problem, profile, parsed)
         if reason is not None:
             raise UnsupportedError(
@@ -64,22 +65,57 @@ def select(
             )
         return Plan(chosen, parsed, "asked for")
     plan = _auto(options, problem, profile, free)
-    if (plan.strategy.name, plan.reason) not in _said:
+    if not torch.compiler.is_compiling() and (plan.strategy.name, plan.reason) not in _said:
         _said.add((plan.strategy.name, plan.reason))
         logger.info("loss_strategy auto chose %s", plan.describe(profile))
     return plan
 
 
-def select_on(strategy: str, options: Mapping[str, Any] | None, problem: Problem, device: Any) -> Plan:
+def select_on(strategy: str, options: Mapping[str, Any] | None, problem: Problem, device: torch.device) -> Plan:
     """`select` for a device that exists."""
-    return select(strategy, options, problem, DeviceProfile.probe(device), free_bytes(device) if strategy == "auto" else None)
+    free = free_bytes(device) if strategy == "auto" and not torch.compiler.is_compiling() else None
+    return select(strategy, options, problem, profile_of(device), free)
+
+
+# torch.compile runs the functions below that are marked so while it traces, and keeps what they return. That must be a
+# plain constant, so they file their objects under a key in these tables, where a traced function can look them up.
+_PREPARED: dict[str, tuple[Strategy, Any]] = {}
+_PROFILES: dict[str, DeviceProfile] = {}
+
+
+def profile_of(device: torch.device) -> DeviceProfile:
+    """The facts of a device, probed once."""
+    return _PROFILES[_file_profile(device)]
+
+
+@torch.compiler.assume_constant_result
+def _file_profile(device: torch.device) -> str:
+    key = str(device)
+    if key not in _PROFILES:
+        _PROFILES[key] = DeviceProfile.probe(device)
+    return key
+
+
+@torch.compiler.assume_constant_result
+def _file_prepared(name: str, options: Mapping[str, Any] | None) -> str:
+    key = f"{name} {sorted((options or {}).items())!r}"
+    if key not in _PREPARED:
+        strategy: Strategy = STRATEGIES.get(name)
+        _PREPARED[key] = (strategy, parse_options(name, strategy.Options, options))
+    return key
+
+
+@torch.compiler.assume_constant_result
+def _unknown_options(name: str, options: Mapping[str, Any] | None) -> list[str]:
+    return sorted(set(options or {}) - {f.name for f in fields(STRATEGIES.get(name).Options)})
 
 
 def _auto(
     options: Mapping[str, Any] | None, problem: Problem, profile: DeviceProfile, free: int | None
 ) -> Plan:
     passed_over: list[tuple[str, str]] = []
-    size = f"{problem.logits_bytes / MIB:.0f} MiB of logits"
+    # a traced size is a symbol, which cannot be printed
+    size = "logits" if torch.compiler.is_compiling() else f"{problem.logits_bytes / MIB:.0f} MiB of logits"
     if problem.module:
         order = [("chunked", "the head is a module that must be called")]
     elif problem.logits_bytes <= SMALL:
@@ -90,12 +126,11 @@ def _auto(
         why = "no gradient is needed" if not problem.differentiable else "per-token gradients"
         order = [("cce", f"{size}, {why}"), ("chunked", "what is left")]
     for name, reason in order:
-        candidate: Strategy = STRATEGIES.get(name)
-        unknown = sorted(set(options or {}) - {f.name for f in fields(candidate.Options)})
+        unknown = _unknown_options(name, options)
         if unknown:
             passed_over.append((name, f"it has no option {unknown[0]!r}"))
             continue
-        parsed = parse_options(name, candidate.Options, options)
+        candidate, parsed = _PREPARED[_file_prepared(name, options)]
         why_not = candidate.check(problem, profile, parsed)
         if why_not is None and free is not None:
             peak = candidate.peak_bytes(problem, parsed)

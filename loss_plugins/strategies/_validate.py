@@ -34,10 +34,6 @@ class Checked:
     z_loss: float
     class_weight: Tensor | None
     token_weight: Tensor | None
-    fields: frozenset[str] = frozenset()
-
-    def asked(self, fields: frozenset[str]) -> frozenset[str]:
-        return fields
 
 
 def check_fields(fields: Sequence[str]) -> frozenset[str]:
@@ -121,8 +117,9 @@ def check_arguments(
 
 def number(name: str, value: float, low: float, high: float) -> None:
     """Refuse what is no finite number in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
-        bounds = "a finite number" + (f" in [{low:g}, {high:g}]" if math.isfinite(low) else "")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or abs(value) == math.inf:
+        bounds = "a finite number" + (f" in [{low:g}, {high:g}]" if low > -math.inf else "")
         raise ConfigError(f"{name} must be {bounds}, got {value!r}. Leave it out to switch it off.")
 
 
@@ -158,15 +155,19 @@ def _check_head(hidden: Tensor, weight: Tensor | None) -> None:
             f"{tuple(weight.shape)}. {advice}"
         )
     if weight.shape[0] == 0:
-        raise ConfigError(f"weight has no rows (shape {tuple(weight.shape)}), so there is no vocabulary. Pass lm_head.weight.")
+        raise ConfigError(
+            f"weight has no rows (shape {tuple(weight.shape)}), so there is no vocabulary. Pass lm_head.weight."
+        )
     if weight.device != hidden.device:
         raise ConfigError(
-            f"weight is on {weight.device} and hidden on {hidden.device}. Move one of them: weight.to({str(hidden.device)!r})."
+            f"weight is on {weight.device} and hidden on {hidden.device}. "
+            f"Move one of them: weight.to({str(hidden.device)!r})."
         )
 
 
 def _check_labels(hidden: Tensor, labels: Tensor, token_weight: Tensor | None) -> None:
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+    integral = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
+    if not integral or labels.dtype == torch.bool:
         raise ConfigError(
             f"labels must be an integer tensor, got {_what(labels)}. Class probabilities are not supported; "
             "pass indices (labels.long())."
@@ -178,10 +179,13 @@ def _check_labels(hidden: Tensor, labels: Tensor, token_weight: Tensor | None) -
         )
     if labels.device != hidden.device:
         raise ConfigError(
-            f"labels are on {labels.device} and hidden on {hidden.device}. Move them: labels.to({str(hidden.device)!r})."
+            f"labels are on {labels.device} and hidden on {hidden.device}. "
+            f"Move them: labels.to({str(hidden.device)!r})."
         )
     if token_weight is not None and (
-        not isinstance(token_weight, Tensor) or token_weight.shape != labels.shape or token_weight.device != labels.device
+        not isinstance(token_weight, Tensor)
+        or token_weight.shape != labels.shape
+        or token_weight.device != labels.device
     ):
         raise ConfigError(
             f"token_weight must be a tensor of the labels' shape {tuple(labels.shape)} on {labels.device}, got "
@@ -191,7 +195,9 @@ def _check_labels(hidden: Tensor, labels: Tensor, token_weight: Tensor | None) -
 
 def _check_per_class(name: str, tensor: Tensor, vocab: int, device: torch.device) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != (vocab,):
-        raise ConfigError(f"{name} must be a floating tensor of shape [{vocab}], one entry a class, got {_what(tensor)}.")
+        raise ConfigError(
+            f"{name} must be a floating tensor of shape [{vocab}], one entry a class, got {_what(tensor)}."
+        )
     if tensor.device != device:
         raise ConfigError(f"{name} is on {tensor.device} and hidden on {device}. Move it: {name}.to({str(device)!r}).")
 

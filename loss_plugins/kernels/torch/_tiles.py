@@ -1,4 +1,7 @@
-"""What both torch kernels do to one tile of logits. Letters: N rows, H hidden width, V vocabulary, C columns of a tile."""
+"""What both torch kernels do to one tile of logits.
+
+Letters: N rows, H hidden width, V vocabulary, C columns of a tile.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,6 @@ import torch
 from torch import Tensor
 
 _MM_HAS_OUT_DTYPE = "out_dtype" in (torch.mm.__doc__ or "")
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums are kept in: float64 for float64, float32 for everything else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
@@ -62,7 +60,7 @@ def row_gradient(
     class_weight: Tensor | None,  # (C,)
     smoothing: bool,
 ) -> Tensor:
-    """d loss / d (transformed logits) of a tile, eq. (5): ``p * coef_p - onehot * coef_label - weight * coef_weight``."""
+    """Eq. (5), d loss / d (transformed logits): ``p * coef_p - onehot * coef_label - weight * coef_weight``."""
     grad = torch.exp(logits - lse[:, None])
     grad *= coef_p[:, None]
     inside = (labels >= 0) & (labels < logits.shape[1])
@@ -72,62 +70,6 @@ def row_gradient(
         spread = coef_weight[:, None]
         grad -= spread if class_weight is None else spread * class_weight
     return grad
-
-
-def row_terms(
-    max_: Tensor,  # (N,)
-    sum_: Tensor,  # (N,) sum of exp(z - max)
-    target: Tensor,  # (N,) logit of the label
-    weighted: Tensor | None,  # (N,) sum over the vocabulary of weight * z, with label smoothing
-    labels: Tensor,  # (N,)
-    valid: Tensor,  # (N,) bool
-    class_weight: Tensor | None,
-    label_smoothing: float,
-    z_loss: float,
-    vocab: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, nll, lse) of each row from the running sums, eq. (2) to (4); zero where the row is ignored."""
-    log_sum = sum_.log()
-    lse = max_ + log_sum
-    # log(sum) - (target - max), not lse - target: the difference of two large numbers would lose the small one
-    nll = log_sum - (target - max_)
-    label_weight, total_weight = _weights(labels, valid, class_weight, vocab, lse.dtype)
-    loss = nll if class_weight is None else nll * label_weight
-    if label_smoothing:
-        assert weighted is not None
-        loss = (1 - label_smoothing) * loss + label_smoothing / vocab * (total_weight * lse - weighted)
-    if z_loss:
-        loss = loss + z_loss * lse.square()
-    zero = lse.new_zeros(())
-    return torch.where(valid, loss, zero), torch.where(valid, nll, zero), torch.where(valid, lse, zero)
-
-
-def row_coefficients(
-    grad: Tensor,  # (N,) d total / d loss of the row
-    lse: Tensor,  # (N,)
-    labels: Tensor,  # (N,)
-    valid: Tensor,  # (N,) bool
-    class_weight: Tensor | None,
-    label_smoothing: float,
-    z_loss: float,
-    vocab: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The three numbers a row that `row_gradient` needs, eq. (5); zero where the row is ignored."""
-    grad = torch.where(valid, grad.to(lse.dtype), 0.0)
-    label_weight, total_weight = _weights(labels, valid, class_weight, vocab, lse.dtype)
-    coef_label = grad * (1 - label_smoothing) * label_weight
-    coef_weight = grad * (label_smoothing / vocab)
-    coef_p = coef_label + coef_weight * total_weight + grad * (2 * z_loss) * lse
-    return coef_p, coef_label, coef_weight
-
-
-def _weights(
-    labels: Tensor, valid: Tensor, class_weight: Tensor | None, vocab: int, dtype: torch.dtype
-) -> tuple[Tensor | float, Tensor | float]:
-    if class_weight is None:
-        return 1.0, float(vocab)
-    weight = class_weight.to(dtype)
-    return weight[torch.where(valid, labels, 0)], weight.sum()
 
 
 def spans(length: int, step: int) -> list[tuple[int, int]]:

@@ -1,17 +1,20 @@
 """Fused linear cross-entropy in plain torch: one chunk of rows at a time, gradients in the forward.
 
-For each chunk of rows: logits, eq. (1); log-sum-exp, eq. (2); the logits overwritten by their gradient, eq. (5); dX of the
-chunk, eq. (7); its share of dW added in float32, eq. (8). The backward has nothing left to do but scale.
-Peak beside the results: one chunk of logits (``chunk * V * 4`` bytes, on a GPU a half copy of it too), and dW in float32
-(``V * H * 4`` bytes) while it is summed.
+For each chunk of rows: logits, eq. (1); log-sum-exp, eq. (2); the logits overwritten by their gradient, eq. (5); dX of
+the chunk, eq. (7); its share of dW added in float32, eq. (8). The backward has nothing left to do but scale.
+Peak beside the results: one chunk of logits (``chunk * V * 4`` bytes, on a GPU a half copy of it too), and dW in
+float32 (``V * H * 4`` bytes) while it is summed.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ._tiles import accumulator, matmul, operand, row_coefficients, row_gradient, row_terms, spans, transform_, untransform_
+from .._rows import accumulator, row_coefficients, row_terms
+from ._tiles import matmul, operand, row_gradient, spans, transform_, untransform_
 
 _COLUMNS = 4096  # columns that the softmax gradient handles at once, so that its temporaries stay small
 
@@ -36,10 +39,10 @@ def flce_forward(
     need_bias: bool,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(total, dX, dW, db, nll, lse, entropy, predicted); the gradients are those of the total, empty where not needed."""
+    """(total, dX, dW, db, nll, lse, entropy, predicted); gradients are those of the total, empty where not needed."""
     (rows, width), vocab = hidden.shape, weight.shape[0]
     acc = accumulator(dtype)
-    state = {"dtype": acc, "device": hidden.device}
+    state: Any = {"dtype": acc, "device": hidden.device}
     valid = labels != ignore_index
     loss, nll, lse = (torch.zeros(rows, **state) for _ in range(3))
     entropy = torch.zeros(rows if want_entropy else 0, **state)
@@ -63,7 +66,7 @@ def flce_forward(
             share = torch.exp(z[:, v0:v1] - anchor[:, None])
             sum_ += share.sum(1)
             if want_entropy:
-                moment += torch.where(share > 0, share * z[:, v0:v1], 0.0).sum(1)
+                moment += (share * torch.where(share > 0, z[:, v0:v1], 0.0)).sum(1)
             if weighted is not None:
                 weighted += z[:, v0:v1].sum(1) if class_weight is None else z[:, v0:v1] @ class_weight[v0:v1].to(acc)
         target = z.gather(1, torch.where(ok, y, 0)[:, None])[:, 0]

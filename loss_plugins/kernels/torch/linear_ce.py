@@ -2,20 +2,23 @@
 
 Forward, eq. (2): vocabulary tiles outside, row tiles inside; each row keeps its running maximum and sum.
 Backward, eq. (5) to (8): the tiles are computed again; a vocabulary tile owns its rows of dW and writes them once.
-Peak beside the results: two or three tiles of ``tile_bytes``, one vocabulary tile of the weight in the compute type, and
-in the backward an accumulator for dX, ``N * H * 4`` bytes, where the inputs are half.
+Peak beside the results: two or three tiles of ``tile_bytes``, one vocabulary tile of the weight in the compute type,
+and in the backward an accumulator for dX, ``N * H * 4`` bytes, where the inputs are half.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ._tiles import accumulator, matmul, operand, row_coefficients, row_gradient, row_terms, spans, transform_, untransform_
+from .._rows import accumulator, row_coefficients, row_terms
+from ._tiles import matmul, operand, row_gradient, spans, transform_, untransform_
 
 
 def tile_shape(rows: int, vocab: int, tile_bytes: int, itemsize: int) -> tuple[int, int]:
-    """(rows, columns) of a tile of at most ``tile_bytes``, never empty. Wide rows first: fewer passes over the weight."""
+    """(rows, columns) of a tile of at most ``tile_bytes``, never empty. Wide rows first: few passes over the weight."""
     entries = max(tile_bytes // itemsize, 1)
     tile_rows = max(1, min(rows, 4096, entries))
     return tile_rows, max(1, min(vocab, entries // tile_rows))
@@ -35,13 +38,12 @@ def linear_ce_forward(
     dtype: torch.dtype,
     want_entropy: bool,
     want_predicted: bool,
-    dropped_below: float,
     tile_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, lse, entropy, predicted, dropped) of each row; the last three are empty unless asked for."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, nll, lse, entropy, predicted) of each row; the last two are empty unless asked for."""
     rows, vocab = hidden.shape[0], weight.shape[0]
     acc = accumulator(dtype)
-    state = {"dtype": acc, "device": hidden.device}
+    state: Any = {"dtype": acc, "device": hidden.device}
     max_ = torch.full((rows,), -torch.inf, **state)
     sum_ = torch.zeros(rows, **state)
     target = torch.zeros(rows, **state)
@@ -72,7 +74,7 @@ def linear_ce_forward(
             if want_entropy:
                 share = torch.exp(z - anchor[:, None])
                 # 0 * -inf is 0 here: an impossible entry carries no entropy
-                moment[r0:r1] = moment[r0:r1] * carry + torch.where(share > 0, share * z, 0.0).sum(1)
+                moment[r0:r1] = moment[r0:r1] * carry + (share * torch.where(share > 0, z, 0.0)).sum(1)
                 sum_[r0:r1] = sum_[r0:r1] * carry + share.sum(1)
             else:
                 sum_[r0:r1] = sum_[r0:r1] * carry + z.sub_(anchor[:, None]).exp_().sum(1)
@@ -84,12 +86,7 @@ def linear_ce_forward(
     entropy = torch.where(valid, lse - moment / sum_, 0.0) if want_entropy else moment
     if want_predicted:
         predicted = torch.where(valid, predicted, ignore_index)
-    dropped = torch.zeros(0, **state)
-    if dropped_below > 0:
-        dropped = _dropped_mass(
-            hidden, weight, bias, labels, lse, valid, scale, softcap, dtype, dropped_below, (tile_rows, tile_columns)
-        )
-    return loss, nll, lse, entropy, predicted, dropped
+    return loss, nll, lse, entropy, predicted
 
 
 def linear_ce_backward(
@@ -191,18 +188,29 @@ def _kept(dz: Tensor, tile_weight: Tensor, live: Tensor | None) -> tuple[Tensor,
     return dz * live, tile_weight
 
 
-def _dropped_mass(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, lse: Tensor, valid: Tensor, scale: float,
-    softcap: float, dtype: torch.dtype, below: float, tile: tuple[int, int],
+def dropped_mass(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    labels: Tensor,  # (N,) int64
+    lse: Tensor,  # (N,)
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    dtype: torch.dtype,
+    below: float,
+    tile_bytes: int,
 ) -> Tensor:
     """(N,) share of each row's probability that lies in columns which the backward would leave out."""
+    (rows, _), vocab = hidden.shape, weight.shape[0]
     acc = accumulator(dtype)
-    dropped = torch.zeros(hidden.shape[0], dtype=acc, device=hidden.device)
-    for v0, v1 in spans(weight.shape[0], tile[1]):
+    safe_lse = torch.where(labels != ignore_index, lse, torch.inf)
+    dropped = torch.zeros(rows, dtype=acc, device=hidden.device)
+    tile_rows, tile_columns = tile_shape(rows, vocab, tile_bytes, acc.itemsize)
+    for v0, v1 in spans(vocab, tile_columns):
         tile_weight = weight[v0:v1].to(dtype)
-        for r0, r1 in spans(hidden.shape[0], tile[0]):
+        for r0, r1 in spans(rows, tile_rows):
             z = _logits(hidden[r0:r1], tile_weight, bias, v0, v1, scale, softcap, dtype, acc)
-            row_lse = torch.where(valid[r0:r1], lse[r0:r1], torch.inf)
-            live = _live_columns(z, row_lse, labels[r0:r1] - v0, below)
-            dropped[r0:r1] += torch.where(live, 0.0, torch.exp(z - row_lse[:, None])).sum(1)
+            live = _live_columns(z, safe_lse[r0:r1], labels[r0:r1] - v0, below)
+            dropped[r0:r1] += torch.where(live, 0.0, torch.exp(z - safe_lse[r0:r1, None])).sum(1)
     return dropped

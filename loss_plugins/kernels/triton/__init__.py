@@ -1,0 +1,8 @@
+"""The Triton backend: CUDA, ROCm and XPU, and any CPU under ``TRITON_INTERPRET=1``.
+
+Entry functions have the torch backend's names and meanings; what is missing here runs there.
+"""
+
+from .linear_ce import linear_ce_forward
+
+__all__ = ["linear_ce_forward"]
