@@ -1,0 +1,103 @@
+"""The loss settings beside `TrainingArguments`' own, flat: one YAML, one command line."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar, get_origin, get_type_hints
+
+from transformers import TrainingArguments
+
+from ...config import LossConfig
+from ...errors import ConfigError
+
+T = TypeVar("T")
+
+
+def _with_loss_fields(cls: type[T]) -> type[T]:
+    """Give a dataclass the fields of `LossConfig`, which stays the only place where they are written."""
+    hints = get_type_hints(LossConfig)
+    annotations = inspect.get_annotations(cls)
+    for entry in fields(LossConfig):
+        hint = hints[entry.name]
+        # on the command line a mapping is JSON text until `TrainingArguments` has parsed it
+        annotations[entry.name] = dict[str, Any] | str | None if _is_mapping(hint) else hint
+        setattr(cls, entry.name, field(default=entry.default, metadata=dict(entry.metadata)))
+    cls.__annotations__ = annotations
+    return dataclass(cls)
+
+
+def _is_mapping(hint: Any) -> bool:
+    return any(get_origin(part) is dict for part in (hint, *getattr(hint, "__args__", ())))
+
+
+_MAPPINGS = [name for name, hint in get_type_hints(LossConfig).items() if _is_mapping(hint)]
+
+
+@_with_loss_fields
+class LossPluginArguments(TrainingArguments):
+    """[`~transformers.TrainingArguments`] with the settings of the loss.
+
+    Works with [`~transformers.HfArgumentParser`] from YAML, a dict and the command line, where `loss_options` is JSON.
+    `label_smoothing_factor` and `loss_label_smoothing` mean the same.
+
+    Raises:
+        ConfigError: a loss setting has a wrong value, or the two smoothing settings differ.
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, *_MAPPINGS]  # noqa: RUF012 - the parent's shape
+
+    def __post_init__(self) -> None:
+        for name in _MAPPINGS:
+            _check_json(name, getattr(self, name))
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, str) and entry.type in (float, float | None, "float"):  # YAML reads 1e-4 as text
+                setattr(self, entry.name, _number(value))
+        super().__post_init__()
+        self.loss_config()
+
+    def loss_config(self) -> LossConfig:
+        """These arguments' loss settings.
+
+        Raises:
+            ConfigError: a value is wrong, or the two smoothing settings differ.
+        """
+        config = LossConfig(**{name: getattr(self, name) for name in LossConfig.names()})
+        return with_smoothing(config, self.label_smoothing_factor)
+
+
+def with_smoothing(config: LossConfig, factor: float) -> LossConfig:
+    """`config` with the Trainer's `label_smoothing_factor` taken in.
+
+    Raises:
+        ConfigError: both are set and differ.
+    """
+    if factor and config.loss_label_smoothing and factor != config.loss_label_smoothing:
+        raise ConfigError(
+            f"label_smoothing_factor={factor:g} and loss_label_smoothing={config.loss_label_smoothing:g} were both "
+            "given, but they mean the same. Leave one of them out."
+        )
+    return replace(config, loss_label_smoothing=config.loss_label_smoothing or factor)
+
+
+def _check_json(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        return
+    try:
+        good = isinstance(json.loads(value), dict)
+    except json.JSONDecodeError:
+        good = False
+    if not good:
+        raise ConfigError(
+            f"{name} must be a mapping, got the text {value!r}, which is no JSON object. On the command line write "
+            f"""--{name} '{{"workspace_mb": 256}}'; in YAML write a mapping."""
+        )
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # the config says what is wrong with it
