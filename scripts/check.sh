@@ -1,10 +1,8 @@
 #!/usr/bin/env bash
-# Lint, format, types and import contracts, with the tools of the environment in $1 (default: those on PATH).
-set -euo pipefail
+# Lint, format, types and import contracts.
+set -euxo pipefail
 cd "$(dirname "$0")/.."
-bin=${1:+$1/bin/}
-set -x
-"${bin}ruff" check .
-"${bin}ruff" format --check .
-"${bin}mypy"
-"${bin}lint-imports" --no-logo
+ruff check .
+ruff format --check .
+mypy
+lint-imports

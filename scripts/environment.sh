@@ -24,7 +24,7 @@ environment() {
   local folder=$1 wheels=$2 base stamp
   shift 2
   base=$(find_python)
-  stamp=$({ "$base" --version && echo "$wheels $*" && cat pyproject.toml scripts/constraints.txt scripts/environment.sh; } | sha256sum)
+  stamp=$({ "$base" --version && echo "$wheels $*" && cat pyproject.toml scripts/constraints.txt scripts/environment.sh; } | cksum)
   python=$folder/bin/python
   if [ "$stamp" = "$(cat "$folder/stamp" 2> /dev/null)" ]; then
     return

@@ -19,7 +19,7 @@ else
 fi
 
 if [ $# -eq 0 ]; then
-  bash scripts/check.sh "$(dirname "$(dirname "$python")")"
+  PATH="$(dirname "$python"):$PATH" bash scripts/check.sh
 fi
 
 # Nothing may be fetched while testing; the machine's cores go to test processes, not to threads.
