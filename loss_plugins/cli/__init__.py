@@ -1,0 +1,1 @@
+"""The command line: a file a command, heavy imports inside commands."""

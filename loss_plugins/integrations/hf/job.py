@@ -1,0 +1,258 @@
+"""The job behind ``loss-plugins train``: data, model and Trainer run, once a strategy, and what is reported of it.
+
+Everything that can be refused is refused before the first file is written.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import set_seed
+from transformers.trainer_callback import ProgressCallback
+
+from ...device import DeviceProfile
+from ...diagnostics.environment import versions
+from ...errors import ConfigError, MissingDependencyError
+from ...strategies import Problem, select
+from .arguments import LossPluginArguments
+from .corpus import read_corpus
+from .data import Collator, DataArguments, Row, encode_all, read_rows, text_of
+from .loading import DTYPES, ModelArguments, fit_config, keep_tokenizer, load_config, load_model, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class JobArguments:
+    """How often the job runs."""
+
+    strategies: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Run the whole job once with each of these, from the same seed, and compare. Default: once, with "
+            "loss_strategy."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.strategies is not None and (not self.strategies or len(set(self.strategies)) < len(self.strategies)):
+            raise ConfigError(
+                f"strategies must name each strategy once, got {self.strategies!r}. For example: [naive, cce]. For a "
+                "single run set loss_strategy."
+            )
+
+
+SETTINGS = (LossPluginArguments, ModelArguments, DataArguments, JobArguments)
+
+
+class Outcome(NamedTuple):
+    """What a job left: the summary as in ``summary.json``, and the files written beside it."""
+
+    summary: dict[str, Any]
+    files: list[Path]
+
+
+class _Material(NamedTuple):
+    """What every run of a job shares."""
+
+    config: Any
+    tokenizer: Any
+    fingerprint: str | None  # of a tokenizer trained here
+    train: list[dict[str, Tensor]]
+    evaluation: list[dict[str, Tensor]] | None
+
+
+def run(args: LossPluginArguments, model: ModelArguments, data: DataArguments, job: JobArguments) -> Outcome:
+    """Train, once a strategy, then write ``summary.json``, ``loss.png`` and ``memory.png`` to ``args.output_dir``.
+
+    Raises:
+        ConfigError: something asked for is unknown, missing or contradictory. Nothing was written then.
+    """
+    names = job.strategies or [args.loss_config().loss_strategy]
+    if job.strategies and args.resume_from_checkpoint:
+        raise ConfigError(
+            f"resume_from_checkpoint is {args.resume_from_checkpoint!r}, but a checkpoint belongs to one run and "
+            f"strategies asks for {len(names)}. Set loss_strategy in place of strategies."
+        )
+    material = _prepare(args, model, data, names)
+    results = {}
+    for name in names:
+        own = args
+        if job.strategies:
+            folder = Path(str(args.output_dir)) / re.sub(r"[^\w.-]", "_", name)
+            changes: dict[str, Any] = {"loss_strategy": name, "output_dir": str(folder)}
+            own = replace(args, **changes)
+        results[name] = _train(own, model, data, material, cache=_cache(args), label=name if job.strategies else None)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    summary = {
+        "strategies": results,
+        "device": DeviceProfile.probe(args.device).name,
+        "date": _now(),
+        "versions": versions(),
+        "problem": _size(args, data, material.config),
+    }
+    files = _write(Path(str(args.output_dir)), summary) if args.process_index == 0 else []
+    return Outcome(summary, files)
+
+
+def _cache(args: LossPluginArguments) -> Path:
+    return Path(str(args.output_dir)) / "tokenizer"
+
+
+def _now() -> str:
+    from datetime import UTC, datetime
+
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _size(args: LossPluginArguments, data: DataArguments, config: Any) -> dict[str, int]:
+    text = config.get_text_config()
+    rows = args.per_device_train_batch_size * data.max_length
+    return {"rows": rows, "hidden": text.hidden_size, "vocab": text.vocab_size}
+
+
+def _prepare(args: LossPluginArguments, model: ModelArguments, data: DataArguments, names: Sequence[str]) -> _Material:
+    config = load_config(model)
+    size = _size(args, data, config)
+    problem = Problem(size["rows"], size["hidden"], size["vocab"], dtype=getattr(torch, DTYPES[model.dtype]))
+    profile = DeviceProfile.probe(args.device)
+    for name in names:  # misspelt names and options, before the data is read
+        select(name, args.loss_config().loss_options, problem, profile)
+    if data.embedded_corpus is not None:
+        rows = [Row(file, {"text": text}) for file, text in read_corpus(data.embedded_corpus, data.corpus_mb)]
+    else:
+        rows = list(read_rows(str(data.train_file)))
+    logger.info("Read %d documents.", len(rows))
+    texts = [] if model.tokenizer_name_or_path or model.model_name_or_path else [text_of(row) for row in rows]
+    tokenizer, fingerprint = load_tokenizer(model, texts, _cache(args))
+    if model.model_config is not None:
+        fit_config(config, tokenizer)
+    train = encode_all(rows, tokenizer, data)
+    logger.info("Training on %d sequences of at most %d tokens.", len(train), data.max_length)
+    evaluation = None if data.eval_file is None else encode_all(read_rows(data.eval_file), tokenizer, data)
+    return _Material(config, tokenizer, fingerprint, train, evaluation)
+
+
+def _train(
+    args: LossPluginArguments,
+    model_args: ModelArguments,
+    data: DataArguments,
+    material: _Material,
+    cache: Path,
+    label: str | None,
+) -> dict[str, Any]:
+    """One run of the Trainer, and its share of the summary."""
+    from .trainer import LossPluginTrainer
+
+    _use_one_gpu(args)
+    if args.device.type == "cpu":
+        args.dataloader_pin_memory = False  # there is nothing to copy to, and torch warns
+    set_seed(args.seed)
+    model = load_model(model_args, material.config)
+    if data.packing:
+        _check_packing(args, model)
+    if material.fingerprint is not None and args.process_index == 0:
+        keep_tokenizer(material.tokenizer, material.fingerprint, cache)
+    trainer = LossPluginTrainer(
+        model=model,
+        args=args,
+        train_dataset=material.train,
+        eval_dataset=material.evaluation,
+        data_collator=Collator(material.tokenizer.pad_token_id),
+        processing_class=material.tokenizer,
+    )
+    if label is not None and not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(_Bar(label))
+    resume = args.resume_from_checkpoint
+    done = trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
+    if args.save_strategy != "no":
+        trainer.save_model()
+    logged = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    report = trainer.loss_report
+    result = {
+        "final_loss": logged[-1][1] if logged else done.training_loss,
+        "losses": [loss for _, loss in logged],
+        "steps": [step for step, _ in logged],
+        **{key: report[key] for key in ("tokens_per_s", "loss_peak_bytes", "kernels", "strategy")},
+    }
+    if material.evaluation is not None:
+        result["eval_loss"] = trainer.evaluate()["eval_loss"]
+    return result
+
+
+def _use_one_gpu(args: LossPluginArguments) -> None:
+    """Keep the Trainer from torch's DataParallel, which copies the model to every GPU at every step."""
+    if args.n_gpu > 1:
+        logger.warning(
+            "This process uses one of %d GPUs. For all of them: accelerate launch -m loss_plugins train ...", args.n_gpu
+        )
+        args._n_gpu = 1
+
+
+def _check_packing(args: LossPluginArguments, model: Any) -> None:
+    """Refuse packing where attention would not see the documents' boundaries."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if "position_ids" not in inspect.signature(type(inner).forward).parameters:
+        raise ConfigError(
+            f"packing was asked for, but {type(inner).__name__} takes no position_ids, so documents would see each "
+            "other. Set packing: false."
+        )
+    attention = str(inner.config._attn_implementation)
+    largest = max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    if "flash" in attention and largest > 1:
+        raise ConfigError(
+            f"packing was asked for, but {attention} sees boundaries only in batches of one sequence, and the batch "
+            f"size is {largest}. Set per_device_train_batch_size and per_device_eval_batch_size to 1 with a larger "
+            "max_length, or attn_implementation: sdpa."
+        )
+
+
+class _Bar(ProgressCallback):
+    """The Trainer's progress bar with the strategy's name and the loss in it, in place of a line for each log."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        bar: Any = self.training_bar
+        if bar is not None:
+            bar.set_description(f"{self.label:>8}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        bar: Any = self.training_bar
+        if bar is not None and logs and "loss" in logs:
+            bar.set_postfix_str(f"loss {logs['loss']:.4f}")
+
+
+def _write(folder: Path, summary: dict[str, Any]) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / "summary.json"]
+    files[0].write_text(json.dumps(summary, indent=2) + "\n")
+    results = summary["strategies"]
+    curves = {name: (r["steps"], r["losses"]) for name, r in results.items() if r["losses"]}
+    peaks = {name: r["loss_peak_bytes"] for name, r in results.items() if r["loss_peak_bytes"]}
+    try:
+        from ...diagnostics.plots import plot_losses, plot_peaks
+
+        if curves:
+            files.append(plot_losses(curves, folder / "loss.png"))
+        if peaks:
+            files.append(plot_peaks(peaks, folder / "memory.png", summary["problem"]))
+    except MissingDependencyError as error:
+        logger.warning("No plots were drawn. %s", error)
+    return files

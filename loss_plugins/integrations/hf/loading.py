@@ -1,0 +1,263 @@
+"""The model and tokenizer of ``loss-plugins train``: a local folder, a hub id, a GGUF file, or from scratch; LoRA."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, MissingDependencyError, unknown_name
+from .corpus import fingerprint, train_tokenizer
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16",
+          "fp16": "float16"}  # fmt: skip
+
+
+@dataclass
+class ModelArguments:
+    """Which model is trained, and which part of it."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "A local folder, an id on the Hugging Face Hub, or a .gguf file."}
+    )
+    model_config: dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "In place of model_name_or_path, a new model with random weights: model_type and its settings, for "
+            "example {model_type: llama, hidden_size: 128}."
+        },
+    )
+    tokenizer_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Where it differs from model_name_or_path. Without either, a BPE is trained on the training text."
+        },
+    )
+    tokenizer_vocab_size: int = field(
+        default=32768, metadata={"help": "Entries of a tokenizer that is trained on the spot."}
+    )
+    dtype: str = field(default="float32", metadata={"help": "Type of the weights: float32, bfloat16 or float16."})
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={"help": "Attention of the model: sdpa, eager, flash_attention_2; default is the model's."},
+    )
+    lora_r: int | None = field(default=None, metadata={"help": "Rank of LoRA adapters; without it all weights train."})
+    lora_alpha: float | None = field(default=None, metadata={"help": "Scale of LoRA; default twice the rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters, in [0, 1)."})
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Names of the layers to adapt, or all-linear; default is PEFT's for the model."}
+    )
+
+    def __post_init__(self) -> None:
+        if (self.model_name_or_path is None) == (self.model_config is None):
+            raise ConfigError(
+                "Both model_name_or_path and model_config are set. Remove one, or set it to null."
+                if self.model_config is not None
+                else "There is no model: neither model_name_or_path nor model_config is set. Set one of them."
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(unknown_name("dtype", self.dtype, DTYPES))
+        if self.lora_r is None:
+            for key in ("lora_alpha", "lora_dropout", "lora_target_modules"):
+                if getattr(self, key):
+                    raise ConfigError(
+                        f"{key} is set to {getattr(self, key)!r}, but lora_r is not, and without it all weights train. "
+                        "Set lora_r, for example to 8, or remove the key."
+                    )
+        elif self.lora_r < 1 or not 0 <= self.lora_dropout < 1:
+            raise ConfigError(
+                f"lora_r must be at least 1 and lora_dropout in [0, 1), got {self.lora_r} and {self.lora_dropout}. Set "
+                "lora_r to null for no LoRA."
+            )
+
+
+def load_config(args: ModelArguments) -> Any:
+    """The model's configuration; weights are not read.
+
+    Raises:
+        ConfigError: it does not exist, or a setting of ``model_config`` is unknown or refused.
+    """
+    if args.model_config is not None:
+        return _new_config(dict(args.model_config))
+    from transformers import AutoConfig
+
+    assert args.model_name_or_path is not None
+    return _pretrained(AutoConfig.from_pretrained, "model_name_or_path", args.model_name_or_path)
+
+
+def _new_config(settings: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = settings.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise ConfigError(f"model_config needs a model_type, got {model_type!r}. Write for example model_type: llama.")
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        unknown = _short_unknown("model_type", model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise ConfigError(f"{unknown} It must be one of transformers' causal language models.")
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    for key in settings:
+        if not hasattr(default, key):
+            settable = [k for k in default.to_dict() if not k.startswith("_")]
+            raise ConfigError(f"{_short_unknown(f'setting of model_config for {model_type!r}:', key, settable)}")
+    try:
+        return AutoConfig.for_model(model_type, **settings)
+    except Exception as error:  # each family checks in its own way
+        what = f"{config_class.__name__}: {one_line(error)}"
+        raise ConfigError(f"model_config was refused by {what}. Correct it.") from error
+
+
+def _short_unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """`unknown_name` without the list of what is known, for lists too long to read."""
+    return unknown_name(kind, name, known).split(" Known: ")[0]
+
+
+def one_line(error: BaseException, limit: int = 240) -> str:
+    """An exception of another library as part of a sentence."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _pretrained(load: Any, key: str, name: str, **options: Any) -> Any:
+    """``load`` with what stands behind ``name``.
+
+    Raises:
+        ConfigError: a path that does not exist, a file that is no GGUF, or what the loader refused.
+        MissingDependencyError: a GGUF file without the gguf package.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(f"{key} {name!r} is a file that is no .gguf. Give its folder, or a .gguf file.")
+        try:
+            import gguf  # noqa: F401
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"{key} {name!r} is a GGUF file, and the package gguf is not installed. Run: pip install "
+                "'loss-plugins[gguf]'"
+            ) from error
+        source, options = str(path.parent), {**options, "gguf_file": path.name}
+    elif path.is_dir():
+        source = str(path)
+    elif path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") > 1:
+        raise ConfigError(f"{key} {name!r} does not exist. Check the path.")
+    else:
+        source = name
+    try:
+        return load(source, **options)
+    except Exception as error:  # the loaders raise OSError, ValueError, KeyError and the hub's own kinds
+        what = "could not be loaded" if path.exists() else "is no local folder and could not be had from the Hub"
+        raise ConfigError(f"{key} {name!r} {what}: {one_line(error)}. Check the name.") from error
+
+
+def load_tokenizer(args: ModelArguments, texts: Sequence[str], cache: Path) -> tuple[Any, str | None]:
+    """The tokenizer, and its fingerprint where it was trained on ``texts``.
+
+    A trained one is taken from ``cache`` where the same was kept there; `keep_tokenizer` keeps it. Nothing is written
+    here.
+    """
+    name = args.tokenizer_name_or_path or args.model_name_or_path
+    if name is not None:
+        from transformers import AutoTokenizer
+
+        key = "tokenizer_name_or_path" if args.tokenizer_name_or_path else "model_name_or_path"
+        tokenizer, mark = _pretrained(AutoTokenizer.from_pretrained, key, name), None
+    else:
+        mark = fingerprint(texts, args.tokenizer_vocab_size)
+        tokenizer = _kept(cache, mark)
+        if tokenizer is None:
+            tokenizer = train_tokenizer(texts, args.tokenizer_vocab_size)
+            logger.info("Trained a tokenizer of %d entries on them.", len(tokenizer))
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(f"The tokenizer of {name!r} has neither a padding nor an end token. Give one to it.")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer, mark
+
+
+def _kept(cache: Path, mark: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        if json.loads((cache / "trained_on.json").read_text())["fingerprint"] == mark:
+            return PreTrainedTokenizerFast.from_pretrained(cache)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # none was kept, or it was cut off while being written: train again
+    return None
+
+
+def keep_tokenizer(tokenizer: Any, mark: str, cache: Path) -> None:
+    """Write a trained tokenizer to ``cache``, its fingerprint last."""
+    tokenizer.save_pretrained(cache)
+    (cache / "trained_on.json").write_text(json.dumps({"fingerprint": mark}) + "\n")
+
+
+def fit_config(config: Any, tokenizer: Any) -> None:
+    """Make a new model's config fit its tokenizer: vocabulary large enough, and the special tokens.
+
+    Raises:
+        ConfigError: a vocabulary smaller than the tokenizer's.
+    """
+    text = config.get_text_config()
+    if text.vocab_size < len(tokenizer):
+        raise ConfigError(
+            f"model_config.vocab_size is {text.vocab_size}, but the tokenizer has {len(tokenizer)} entries. Set it to "
+            "at least that, or set a smaller tokenizer_vocab_size."
+        )
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, key, getattr(tokenizer, key))
+
+
+def load_model(args: ModelArguments, config: Any) -> Any:
+    """A model ready to train, on the CPU: read from where the arguments say, or new; with LoRA where asked for."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": getattr(torch, DTYPES[args.dtype])}
+    if args.attn_implementation is not None:
+        options["attn_implementation"] = args.attn_implementation
+    if args.model_name_or_path is not None:
+        load = AutoModelForCausalLM.from_pretrained
+        model = _pretrained(load, "model_name_or_path", args.model_name_or_path, **options)
+    else:
+        try:
+            model = AutoModelForCausalLM.from_config(config, **options)
+        except (ValueError, TypeError, ImportError, RuntimeError) as error:
+            raise ConfigError(
+                f"model_config describes no model that can be built: {one_line(error)}. Correct it."
+            ) from error
+    return model if args.lora_r is None else _with_lora(model, args)
+
+
+def _with_lora(model: Any, args: ModelArguments) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"lora_r {args.lora_r} was asked for, and the package peft is not installed. Run: pip install "
+            "'loss-plugins[peft]'"
+        ) from error
+    targets, rank = args.lora_target_modules, int(args.lora_r or 0)
+    settings: Any = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if args.lora_alpha is None else args.lora_alpha,  # type: ignore[arg-type] # floats work
+        lora_dropout=args.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = get_peft_model(model, settings)
+    except ValueError as error:
+        raise ConfigError(
+            f"lora_target_modules {targets!r} was refused by PEFT: {one_line(error)}. Correct it."
+        ) from error
+    if hasattr(adapted, "enable_input_require_grads"):
+        adapted.enable_input_require_grads()  # gradient checkpointing needs a differentiable input
+    return adapted
