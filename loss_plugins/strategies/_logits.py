@@ -49,8 +49,9 @@ def loss_from_logits(rows: Rows, logits: Tensor, labels: Tensor, row_scale: Tens
             nll = torch.where(valid, lse - picked, 0.0)
         entropy, predicted = empty, empty
         if "entropy" in rows.fields:
-            p = torch.softmax(logits, 1)
-            entropy = torch.where(valid, lse - torch.where(p > 0, p * logits, 0.0).sum(1), 0.0)
+            log_p = torch.log_softmax(logits, 1)
+            p = log_p.exp()
+            entropy = torch.where(valid, -(p * torch.where(p > 0, log_p, 0.0)).sum(1), 0.0)
         if rows.fields & {"predicted", "accuracy"}:
             predicted = torch.where(valid, logits.argmax(1), rows.ignore_index)
     return loss, nll, lse, entropy, predicted
@@ -64,6 +65,6 @@ def row_loss(rows: Rows, loss: Tensor, nll: Tensor, lse: Tensor, entropy: Tensor
         lse=lse,
         entropy=entropy if "entropy" in rows.fields else None,
         predicted=predicted if rows.fields & {"predicted", "accuracy"} else None,
-        dropped=torch.zeros_like(loss, requires_grad=False) if "dropped" in rows.fields else None,
+        dropped=torch.zeros_like(rows.row_scale, requires_grad=False) if "dropped" in rows.fields else None,
     )
 

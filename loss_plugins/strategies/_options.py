@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, unknown_name
@@ -20,7 +19,7 @@ def parse_options(strategy: str, schema: type[T], given: Mapping[str, Any] | Non
         ConfigError: an option the strategy does not know, or a value that its dataclass refuses.
     """
     given = dict(given or {})
-    known = [f.name for f in fields(schema)]  # type: ignore[arg-type]
+    known = list(schema.__dataclass_fields__)  # type: ignore[attr-defined]  # torch.compile cannot trace fields()
     for name in given:
         if name not in known:
             if not known:

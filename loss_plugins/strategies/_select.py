@@ -56,7 +56,7 @@ def select(
         UnsupportedError: a strategy that was asked for by name cannot run here.
     """
     if strategy != "auto":
-        chosen, parsed = _PREPARED[_file_prepared(strategy, options)]
+        chosen, parsed = _prepared(strategy, options)
         reason = chosen.check(problem, profile, parsed)
         if reason is not None:
             raise UnsupportedError(
@@ -79,7 +79,7 @@ def select_on(strategy: str, options: Mapping[str, Any] | None, problem: Problem
 
 # torch.compile runs the functions below that are marked so while it traces, and keeps what they return. That must be a
 # plain constant, so they file their objects under a key in these tables, where a traced function can look them up.
-_PREPARED: dict[str, tuple[Strategy, Any]] = {}
+_LOADED: dict[str, Strategy] = {}
 _PROFILES: dict[str, DeviceProfile] = {}
 
 
@@ -96,18 +96,24 @@ def _file_profile(device: torch.device) -> str:
     return key
 
 
-@torch.compiler.assume_constant_result
-def _file_prepared(name: str, options: Mapping[str, Any] | None) -> str:
-    key = f"{name} {sorted((options or {}).items())!r}"
-    if key not in _PREPARED:
-        strategy: Strategy = STRATEGIES.get(name)
-        _PREPARED[key] = (strategy, parse_options(name, strategy.Options, options))
-    return key
+def _prepared(name: str, options: Mapping[str, Any] | None) -> tuple[Strategy, Any]:
+    """A strategy and its parsed options."""
+    strategy = _LOADED[_file_strategy(name)]
+    return strategy, parse_options(name, strategy.Options, options)
 
 
 @torch.compiler.assume_constant_result
-def _unknown_options(name: str, options: Mapping[str, Any] | None) -> list[str]:
-    return sorted(set(options or {}) - {f.name for f in fields(STRATEGIES.get(name).Options)})
+def _file_strategy(name: str) -> str:
+    if name not in _LOADED:
+        _LOADED[name] = STRATEGIES.get(name)
+    return name
+
+
+@torch.compiler.assume_constant_result
+def _unknown_option(name: str, options: tuple[str, ...]) -> str | None:
+    """The first of these options that a strategy does not have, or None."""
+    known = {f.name for f in fields(STRATEGIES.get(name).Options)}
+    return next((option for option in options if option not in known), None)
 
 
 def _auto(
@@ -126,11 +132,11 @@ def _auto(
         why = "no gradient is needed" if not problem.differentiable else "per-token gradients"
         order = [("cce", f"{size}, {why}"), ("chunked", "what is left")]
     for name, reason in order:
-        unknown = _unknown_options(name, options)
+        unknown = _unknown_option(name, tuple(options or ()))
         if unknown:
-            passed_over.append((name, f"it has no option {unknown[0]!r}"))
+            passed_over.append((name, f"it has no option {unknown!r}"))
             continue
-        candidate, parsed = _PREPARED[_file_prepared(name, options)]
+        candidate, parsed = _prepared(name, options)
         why_not = candidate.check(problem, profile, parsed)
         if why_not is None and free is not None:
             peak = candidate.peak_bytes(problem, parsed)

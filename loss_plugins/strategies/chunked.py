@@ -89,7 +89,8 @@ class Chunked:
 
     def __call__(self, rows: Rows, options: ChunkedOptions, profile: DeviceProfile) -> RowLoss:
         problem = rows.problem()
-        step = self.chunk_rows(problem, options)
+        # len(range()) makes torch.compile take a plain number here: a checkpointed region cannot take a symbol
+        step = len(range(self.chunk_rows(problem, options)))
         logits_of = _half_projection(rows) if rows.project is None and rows.dtype.itemsize < 4 else project
 
         def chunk(hidden: Tensor, labels: Tensor, row_scale: Tensor) -> tuple[Tensor, ...]:

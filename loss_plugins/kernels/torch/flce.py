@@ -66,7 +66,7 @@ def flce_forward(
             share = torch.exp(z[:, v0:v1] - anchor[:, None])
             sum_ += share.sum(1)
             if want_entropy:
-                moment += (share * torch.where(share > 0, z[:, v0:v1], 0.0)).sum(1)
+                moment += (share * torch.where(share > 0, z[:, v0:v1] - anchor[:, None], 0.0)).sum(1)
             if weighted is not None:
                 weighted += z[:, v0:v1].sum(1) if class_weight is None else z[:, v0:v1] @ class_weight[v0:v1].to(acc)
         target = z.gather(1, torch.where(ok, y, 0)[:, None])[:, 0]
@@ -74,7 +74,7 @@ def flce_forward(
             max_, sum_, target, weighted, y, ok, class_weight, label_smoothing, z_loss, vocab
         )
         if want_entropy:
-            entropy[r0:r1] = torch.where(ok, lse[r0:r1] - moment / sum_, 0.0)
+            entropy[r0:r1] = torch.where(ok, sum_.log() - moment / sum_, 0.0)
         if want_predicted:
             predicted[r0:r1] = torch.where(ok, z.argmax(1), ignore_index)
         if not (need_hidden or need_weight or need_bias):

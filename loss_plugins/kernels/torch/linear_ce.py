@@ -72,9 +72,11 @@ def linear_ce_forward(
             if weighted is not None:
                 weighted[r0:r1] += z.sum(1) if class_weight is None else z @ class_weight[v0:v1].to(acc)
             if want_entropy:
-                share = torch.exp(z - anchor[:, None])
-                # 0 * -inf is 0 here: an impossible entry carries no entropy
-                moment[r0:r1] = moment[r0:r1] * carry + (share * torch.where(share > 0, z, 0.0)).sum(1)
+                z -= anchor[:, None]
+                share = torch.exp(z)
+                # relative to the maximum, so that no two large numbers are subtracted in the end; 0 * -inf is 0 here
+                moved = torch.where(max_[r0:r1] == -torch.inf, 0.0, max_[r0:r1] - anchor) * sum_[r0:r1]
+                moment[r0:r1] = (moment[r0:r1] + moved) * carry + (share * torch.where(share > 0, z, 0.0)).sum(1)
                 sum_[r0:r1] = sum_[r0:r1] * carry + share.sum(1)
             else:
                 sum_[r0:r1] = sum_[r0:r1] * carry + z.sub_(anchor[:, None]).exp_().sum(1)
@@ -83,7 +85,7 @@ def linear_ce_forward(
     loss, nll, lse = row_terms(
         max_, sum_, target, weighted, labels, valid, class_weight, label_smoothing, z_loss, vocab
     )
-    entropy = torch.where(valid, lse - moment / sum_, 0.0) if want_entropy else moment
+    entropy = torch.where(valid, sum_.log() - moment / sum_, 0.0) if want_entropy else moment
     if want_predicted:
         predicted = torch.where(valid, predicted, ignore_index)
     return loss, nll, lse, entropy, predicted

@@ -109,10 +109,13 @@ def _linear_ce_kernel(
         # a row whose logits are all -inf so far keeps its zero sum: exp(-inf - -inf) would be NaN
         b_anchor = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_carry = tl.exp(b_max - b_anchor)
-        b_share = tl.exp(b_z - b_anchor[:, None])
-        b_sum = b_sum * b_carry + tl.sum(b_share, 1)
+        b_z = b_z - b_anchor[:, None]
+        b_share = tl.exp(b_z)
         if WANT_ENTROPY:
-            b_moment = b_moment * b_carry + tl.sum(b_share * tl.where(b_share > 0, b_z, 0.0), 1)
+            # relative to the maximum, so that no two large numbers are subtracted in the end
+            b_moved = tl.where(b_max == float("-inf"), 0.0, b_max - b_anchor) * b_sum
+            b_moment = (b_moment + b_moved) * b_carry + tl.sum(b_share * tl.where(b_share > 0, b_z, 0.0), 1)
+        b_sum = b_sum * b_carry + tl.sum(b_share, 1)
         b_max = b_new
 
     o_out = i_strip.to(tl.int64) * N + o_n
@@ -191,7 +194,8 @@ def linear_ce_forward(
     )
     entropy = sum_.new_zeros(0)
     if want_entropy:
-        entropy = torch.where(valid, lse - (moment * share).sum(0)[place] / total, 0.0)
+        moved = torch.where(max_ == -torch.inf, 0.0, max_ - anchor) * sum_
+        entropy = torch.where(valid, total.log() - ((moment + moved) * share).sum(0)[place] / total, 0.0)
     predicted = labels.new_zeros(0)
     if want_predicted:
         # argmax takes the first strip of equals, and a strip its first column

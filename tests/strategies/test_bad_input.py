@@ -1,0 +1,130 @@
+"""What is refused, with the sentence that says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loss_plugins import LossConfig, linear_cross_entropy, linear_cross_entropy_stats
+from loss_plugins.errors import ConfigError, LossPluginError, UnsupportedError
+from loss_plugins.strategies import STRATEGIES, projected_cross_entropy_stats
+
+HIDDEN, WEIGHT = torch.randn(6, 8), torch.randn(17, 8)
+LABELS = torch.arange(6)
+
+
+def call(hidden=HIDDEN, weight=WEIGHT, labels=LABELS, **kwargs):
+    return linear_cross_entropy(hidden, weight, labels, **kwargs)
+
+
+CASES = {
+    "hidden of integers": ({"hidden": LABELS}, r"hidden must be a floating tensor of shape \[\.\.\., H\], got int64"),
+    "hidden no tensor": ({"hidden": [1.0]}, r"hidden must be a floating tensor.*got list"),
+    "weight transposed": ({"weight": WEIGHT.T}, r"weight must have shape \[V, H\] with H = 8.*got \(8, 17\).*transposed: pass weight\.T"),
+    "weight of another model": ({"weight": torch.randn(17, 9)}, r"H = 8.*got \(17, 9\).*same model"),
+    "weight flat": ({"weight": torch.randn(17 * 8)}, r"weight must be a floating tensor of shape \[V, H\].*\(136,\)"),
+    "weight quantised": ({"weight": torch.zeros(17, 8, dtype=torch.uint8)}, r"quantised head.*patch_model"),
+    "weight of no class": ({"weight": torch.randn(0, 8)}, r"weight has no rows"),
+    "weight elsewhere": ({"weight": WEIGHT.to("meta")}, r"weight is on meta and hidden on cpu.*weight\.to\('cpu'\)"),
+    "labels of another shape": ({"labels": LABELS[:5]}, r"labels must have the shape of hidden without its last axis, \(6,\), got \(5,\)"),
+    "labels floating": ({"labels": LABELS.float()}, r"labels must be an integer tensor, got float32.*labels\.long\(\)"),
+    "labels bool": ({"labels": LABELS > 2}, r"labels must be an integer tensor, got bool"),
+    "labels elsewhere": ({"labels": LABELS.to("meta")}, r"labels are on meta and hidden on cpu.*labels\.to\('cpu'\)"),
+    "shift too large": ({"shift": 7}, r"shift=7 was asked for, but labels have a last axis of 6"),
+    "shift negative": ({"shift": -1}, r"shift must be 0 or a positive integer, got -1"),
+    "shift a number with a point": ({"shift": 1.0}, r"shift must be 0 or a positive integer, got 1\.0"),
+    "reduction misspelt": ({"reduction": "maen"}, r"Unknown reduction 'maen'\. Did you mean 'mean'\? Known: mean, none, sum"),
+    "strategy misspelt": ({"strategy": "ccee"}, r"Unknown loss strategy 'ccee'\. Did you mean 'cce'\? Known: cce, chunked, flce, naive"),
+    "strategy path without attribute": ({"strategy": "loss_plugins.config:NOPE"}, r"could not be loaded.*package\.module:attribute"),
+    "option of another strategy": ({"strategy": "flce", "options": {"filter": "off"}}, r"Unknown option of strategy 'flce': 'filter'.*workspace_mb"),
+    "option misspelt": ({"strategy": "cce", "options": {"filtre": "off"}}, r"Did you mean 'filter'"),
+    "option of no strategy, auto": ({"options": {"chunk": 1}}, r"'auto' found nothing that can run.*no option 'chunk'"),
+    "workspace of nothing": ({"strategy": "flce", "options": {"workspace_mb": 0}}, r"workspace_mb must be a number of mebibytes above 0, got 0"),
+    "preset misspelt": ({"strategy": "cce", "options": {"preset": "cce_exat"}}, r"Unknown cce preset 'cce_exat'. Did you mean 'cce_exact'"),
+    "filter above one": ({"strategy": "cce", "options": {"filter": 2.0}}, r"filter must be 'auto', 'off' or a probability.*got 2\.0"),
+    "filter against its preset": ({"strategy": "cce", "options": {"filter": 1e-3, "preset": "cce_exact"}}, r"filters nothing, but filter=0\.001"),
+    "filter with smoothing": ({"strategy": "cce", "options": {"filter": 1e-3}, "label_smoothing": 0.1}, r"smoothing pulls on every column"),
+    "kernels misspelt": ({"strategy": "cce", "options": {"kernels": "tritn"}}, r"Did you mean 'triton'"),
+    "compile no bool": ({"strategy": "naive", "options": {"compile": 1}}, r"compile must be true or false, got 1"),
+    "smoothing above one": ({"label_smoothing": 1.5}, r"label_smoothing must be a finite number in \[0, 1\], got 1\.5"),
+    "smoothing negative": ({"label_smoothing": -0.1}, r"label_smoothing must be a finite number in \[0, 1\], got -0\.1"),
+    "smoothing nan": ({"label_smoothing": float("nan")}, r"label_smoothing must be a finite number"),
+    "z-loss negative": ({"z_loss": -1e-4}, r"z_loss must be a finite number in \[0, inf\], got -0\.0001"),
+    "softcap negative": ({"softcap": -30.0}, r"softcap must be a finite number in \[0, inf\], got -30"),
+    "scale infinite": ({"logit_scale": float("inf")}, r"logit_scale must be a finite number, got inf"),
+    "bias of another size": ({"bias": torch.zeros(16)}, r"bias must be a floating tensor of shape \[17\].*got float32 of shape \(16,\)"),
+    "class weight of another size": ({"class_weight": torch.ones(8)}, r"class_weight must be a floating tensor of shape \[17\]"),
+    "class weight elsewhere": ({"class_weight": torch.ones(17, device="meta")}, r"class_weight is on meta"),
+    "token weight of another shape": ({"token_weight": torch.ones(5)}, r"token_weight must be a tensor of the labels' shape \(6,\)"),
+    "items with sum": ({"num_items_in_batch": 4, "reduction": "sum"}, r"num_items_in_batch was given with reduction='sum'"),
+    "items zero": ({"num_items_in_batch": 0}, r"num_items_in_batch must be above 0, got 0"),
+    "items of several elements": ({"num_items_in_batch": torch.ones(2)}, r"one element, got shape \(2,\)"),
+    "ignore index no integer": ({"ignore_index": "pad"}, r"ignore_index must be an integer, got 'pad'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), CASES.values(), ids=CASES.keys())
+def test_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        call(**arguments)
+
+
+def test_an_unknown_field():
+    with pytest.raises(ConfigError, match="Unknown field 'entropie'. Did you mean 'entropy'"):
+        linear_cross_entropy_stats(HIDDEN, WEIGHT, LABELS, fields=("entropie",))
+
+
+def test_a_weight_that_zero3_has_taken_away():
+    weight = torch.nn.Parameter(torch.empty(0))
+    weight.ds_shape = (17, 8)
+    with pytest.raises(ConfigError, match=r"partitioned by DeepSpeed ZeRO-3 \(its full shape is \(17, 8\)"):
+        call(weight=weight)
+
+
+@pytest.mark.parametrize("strategy", ["flce", "cce"])
+def test_a_head_that_must_be_called_is_not_multiplied(strategy):
+    with pytest.raises(UnsupportedError, match=f"Strategy '{strategy}' was asked for but cannot run here: the head is a module"):
+        projected_cross_entropy_stats(lambda h: h @ WEIGHT.T, HIDDEN, LABELS, vocab=17, strategy=strategy)
+
+
+def test_triton_asked_for_where_it_cannot_launch(monkeypatch):
+    from loss_plugins.device import DeviceProfile
+    from loss_plugins.strategies import Problem, select
+
+    for profile, why in (
+        (DeviceProfile("cpu", has_triton=True), "Triton cannot launch on a cpu device"),
+        (DeviceProfile("cuda", capability=(9, 0)), "Triton is not installed"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            select("cce", {"kernels": "triton"}, Problem(6, 8, 17), profile)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.builtin())
+def test_arguments_are_left_as_they_were(strategy):
+    hidden, weight, labels = HIDDEN.clone().requires_grad_(), WEIGHT.clone().requires_grad_(), LABELS.clone()
+    labels[2] = -100
+    before = [t.detach().clone() for t in (hidden, weight, labels)]
+    call(hidden, weight, labels, strategy=strategy, class_weight=torch.ones(17)).backward()
+    for now, then in zip((hidden, weight, labels), before, strict=True):
+        assert torch.equal(now.detach(), then)
+
+
+CONFIGS = {
+    "unknown key": ({"loss_stratgey": "cce"}, "Unknown loss setting 'loss_stratgey'. Did you mean 'loss_strategy'"),
+    "strategy no name": ({"loss_strategy": 3}, "loss_strategy must be a name such as 'cce', got 3"),
+    "options no mapping": ({"loss_options": "filter"}, "loss_options must be a mapping.*got 'filter'"),
+    "smoothing": ({"loss_label_smoothing": 2}, r"loss_label_smoothing must be a number in \[0, 1\], got 2"),
+    "z-loss": ({"loss_z_loss": -1.0}, r"loss_z_loss must be a number in \[0, inf\], got -1"),
+    "statistics": ({"loss_statistics": ["acuracy"]}, "Did you mean 'accuracy'"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_config_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        LossConfig.of(values)
+
+
+def test_a_config_of_another_type():
+    with pytest.raises(LossPluginError, match="got int"):
+        LossConfig.of(3)

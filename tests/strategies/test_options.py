@@ -1,0 +1,203 @@
+"""What each strategy's options do, which strategy "auto" takes, and what the plan says of itself."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from loss_plugins import linear_cross_entropy, linear_cross_entropy_stats
+from loss_plugins.device import DeviceProfile
+from loss_plugins.errors import ConfigError
+from loss_plugins.kernels import ops, reference
+from loss_plugins.strategies import Problem, projected_cross_entropy_stats, select
+from loss_plugins.strategies.cce import PRESETS
+
+CPU = DeviceProfile("cpu", "cpu")
+H200 = DeviceProfile("cuda", "NVIDIA H200", (9, 0), 139 << 30, has_triton=True)
+GIB = 1 << 30
+
+
+def problem(rows=8192, hidden=2304, vocab=256_000, dtype=torch.bfloat16, **kwargs):
+    return Problem(rows, hidden, vocab, dtype, **kwargs)
+
+
+AUTO = {
+    "little": (problem(64, 32, 1000), CPU, None, None, "naive"),
+    "much, on a CPU": (problem(), CPU, None, None, "flce"),
+    "much, on a GPU": (problem(), H200, 100 * GIB, None, "flce"),
+    "much, hardly any memory": (problem(), H200, 3 * GIB, None, "cce"),
+    "no memory at all": (problem(), H200, 0, None, "chunked"),
+    "no gradient": (problem(needs_hidden=False, needs_weight=False), H200, 100 * GIB, None, "cce"),
+    "per token": (problem(reduced=False), H200, 100 * GIB, None, "cce"),
+    "a head to be called": (problem(module=True), H200, 100 * GIB, None, "chunked"),
+    "an option of one strategy": (problem(), H200, 100 * GIB, {"filter": "off"}, "cce"),
+    "an option of one strategy, little": (problem(8, 8, 8), CPU, None, {"workspace_mb": 4}, "flce"),
+}
+
+
+@pytest.mark.parametrize(("what", "profile", "free", "options", "expected"), AUTO.values(), ids=AUTO.keys())
+def test_auto_takes(what, profile, free, options, expected):
+    assert select("auto", options, what, profile, free).strategy.name == expected
+
+
+def test_auto_says_once_what_it_took_and_why(caplog):
+    from loss_plugins.strategies import _select
+
+    _select._said.clear()
+    with caplog.at_level(logging.INFO, "loss_plugins"):
+        for _ in range(3):
+            select("auto", {"filter": "off"}, problem(), H200, 100 * GIB)
+    (record,) = caplog.records
+    assert "auto chose cce" in record.message and "62500 MiB" not in record.message
+    assert "not flce: it has no option 'filter'" in record.message
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_exact_without_a_filter(preset):
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(20, 8).double(), torch.randn(50, 8).double(), torch.randint(0, 50, (20,))
+    for choice in ("auto", "off", False):
+        loss = linear_cross_entropy(hidden, weight, labels, strategy="cce", options={"preset": preset, "filter": choice})
+        assert torch.allclose(loss, reference.linear_cross_entropy(hidden, weight, labels), rtol=1e-12)
+
+
+@pytest.mark.parametrize("preset", ["cce", "cce_kahan_full_c", "cce_kahan_full_e"])
+def test_a_filter_leaves_out_what_it_says(preset):
+    """Columns of a tile in which no |p - onehot| reaches the value vanish from the filtered gradient, and only they."""
+    torch.manual_seed(0)
+    hidden = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)
+    weight = (2 * torch.randn(300, 8, dtype=torch.float64)).requires_grad_()
+    labels, below = torch.randint(0, 300, (16,)), 0.02
+    out = linear_cross_entropy_stats(
+        hidden, weight, labels, strategy="cce", options={"preset": preset, "filter": below}, fields=("dropped",)
+    )
+    d_hidden, d_weight = torch.autograd.grad(out.loss, (hidden, weight))
+
+    p = (hidden @ weight.T).softmax(-1)
+    dz = (p - torch.nn.functional.one_hot(labels, 300)) / 16
+    live = (dz * 16).abs().ge(below).any(0)
+    assert 0 < live.sum() < 300
+    filter_hidden, filter_weight = PRESETS[preset]
+    torch.testing.assert_close(d_hidden, (dz * live if filter_hidden else dz) @ weight, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(d_weight, (dz * live if filter_weight else dz).T @ hidden, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(out.dropped, (p * ~live).sum(1).detach(), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(out.loss, reference.linear_cross_entropy(hidden, weight, labels), rtol=1e-12, atol=0)
+
+
+def test_auto_filter_does_not_starve_a_flat_softmax():
+    """Every p is 1/V: a fixed filter at 2**-12 would drop the whole gradient of the classes that are no label."""
+    torch.manual_seed(0)
+    weight = (0.01 * torch.randn(8192, 16)).requires_grad_()
+    hidden, labels = 0.05 + 0.01 * torch.randn(32, 16), torch.randint(0, 8192, (32,))
+    (got,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, strategy="cce"), weight)
+    (want,) = torch.autograd.grad(reference.linear_cross_entropy(hidden, weight, labels), weight)
+    others = torch.ones(8192, dtype=torch.bool)
+    others[labels] = False
+    assert (got.double() - want)[others].norm() < 1e-3 * want[others].norm()
+
+
+# torch's own tracing asks any tensor for its .grad
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_naive_compiled():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    labels = torch.randint(0, 50, (12,))
+    a = linear_cross_entropy(hidden, weight, labels, strategy="naive", options={"compile": True})
+    b = linear_cross_entropy(hidden, weight, labels, strategy="naive")
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(torch.autograd.grad(a, weight), torch.autograd.grad(b, weight))
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "naive", "auto"])
+def test_a_head_that_must_be_called(strategy):
+    torch.manual_seed(0)
+    head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 50)).double()
+    hidden, labels = torch.randn(4, 7, 8).double().requires_grad_(), torch.randint(0, 50, (4, 7))
+    labels[:, 2:5] = -100
+    options = {"workspace_mb": 0.001} if strategy == "chunked" else None
+    parameters = [hidden, *head.parameters()]
+    got = projected_cross_entropy_stats(
+        head, hidden, labels, vocab=50, strategy=strategy, shift=1, label_smoothing=0.1, z_loss=1e-3, options=options
+    ).loss
+    z = head(hidden)[:, :-1].flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(z, labels[:, 1:].flatten(), label_smoothing=0.1)
+    valid = labels[:, 1:].flatten() != -100
+    want = want + 1e-3 * z.logsumexp(-1)[valid].square().mean()
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    for a, b in zip(torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)
+
+
+def test_a_called_head_replays_its_random_numbers():
+    torch.manual_seed(0)
+    head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 50, bias=False)).double()
+    hidden, labels = torch.randn(6, 8).double().requires_grad_(), torch.randint(0, 50, (6,))
+    torch.manual_seed(1)
+    loss = projected_cross_entropy_stats(head, hidden, labels, vocab=50, options={"workspace_mb": 1}).loss
+    (got,) = torch.autograd.grad(loss, hidden)
+    torch.manual_seed(1)
+    (want,) = torch.autograd.grad(torch.nn.functional.cross_entropy(head(hidden), labels), hidden)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-14)
+
+
+class TestCheckpointEngines:
+    """Why chunks run under the non-reentrant engine: what the other one does to the same chunk."""
+
+    def setup_method(self):
+        torch.manual_seed(0)
+        self.hidden = torch.randn(6, 8, dtype=torch.float64)
+        self.weight = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
+        self.labels = torch.randint(0, 50, (6,))
+
+    def chunk(self, hidden):
+        return torch.nn.functional.cross_entropy(hidden @ self.weight.T, self.labels)
+
+    def ours(self, hidden):
+        return linear_cross_entropy(hidden, self.weight, self.labels, strategy="chunked", options={"workspace_mb": 0.001})
+
+    @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+    def test_inputs_without_gradient(self):
+        """A frozen trunk: the reentrant engine loses the head's gradient without a word."""
+        lost = checkpoint(self.chunk, self.hidden, use_reentrant=True)
+        assert not lost.requires_grad
+        (got,) = torch.autograd.grad(self.ours(self.hidden), self.weight)
+        (want,) = torch.autograd.grad(self.chunk(self.hidden), self.weight)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
+
+    def test_autograd_grad(self):
+        """Gradients of some inputs only: the reentrant engine refuses."""
+        hidden = self.hidden.requires_grad_()
+        with pytest.raises(RuntimeError, match="reentrant"):
+            torch.autograd.grad(checkpoint(self.chunk, hidden, use_reentrant=True), hidden)
+        (got,) = torch.autograd.grad(self.ours(hidden), hidden)
+        (want,) = torch.autograd.grad(self.chunk(hidden), hidden)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
+
+    def test_a_detached_part(self):
+        """The loss of detached hidden states still trains the head."""
+        hidden = self.hidden.requires_grad_()
+        (got,) = torch.autograd.grad(self.ours(hidden.detach()) + self.ours(hidden), self.weight)
+        (want,) = torch.autograd.grad(2 * self.chunk(hidden), self.weight)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
+
+
+def test_which_kernels_ran():
+    hidden, weight, labels = torch.randn(6, 8), torch.randn(17, 8, requires_grad=True), torch.arange(6)
+    ops.forget_launches()
+    linear_cross_entropy(hidden, weight, labels, strategy="flce")
+    assert ops.launched() == {"torch.flce_forward"}
+    linear_cross_entropy(hidden, weight, labels, strategy="cce").backward()
+    assert {"torch.linear_ce_forward", "torch.linear_ce_backward"} <= ops.launched()
+
+
+def test_a_filter_given_as_yaml_off():
+    import yaml
+
+    options = yaml.safe_load("filter: off")
+    assert options == {"filter": False}
+    assert select("cce", options, problem(), CPU).options.filter == "off"
+    with pytest.raises(ConfigError):
+        select("cce", {"filter": True}, problem(), CPU)
