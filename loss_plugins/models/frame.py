@@ -1,0 +1,121 @@
+"""One forward of one patched model while its logits are deferred."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .deferred import DeferredLogits
+
+if TYPE_CHECKING:
+    from .head import Head
+    from .patch import PatchHandle
+
+_LOCAL = threading.local()
+
+
+class Scope(NamedTuple):
+    """What `PatchHandle.scope` puts in force."""
+
+    token_weight: Tensor | None = None
+    loss_only: bool | None = None
+    label_smoothing: float | None = None
+
+
+class Frame:
+    """The state of one deferring forward. It belongs to the thread that runs it and dies with its outputs.
+
+    Attributes:
+        model: The module whose forward runs; under DataParallel a replica of ``handle.model``.
+        head: How its head is called.
+        labels: The labels given to the forward, kept only to align token weights with the loss's targets.
+        entered: Whether the model's own forward has begun. False between an overriding ``__call__`` and it.
+        losses: How many losses were computed from deferred logits.
+        records: All deferred logits of this forward, for in-place writes, which must reach those they alias.
+    """
+
+    def __init__(self, model: nn.Module, handle: PatchHandle, head: Head, scope: Scope, labels: Tensor | None) -> None:
+        self.model, self.handle, self.head, self.scope, self.labels = model, handle, head, scope, labels
+        self.entered = False
+        self.losses = 0
+        self.records: list[DeferredLogits] = []
+
+    def defer(self, hidden: Tensor) -> DeferredLogits:
+        """Stand-in for ``head(hidden)``, shape ``[..., H]`` to ``[..., V]``."""
+        self.handle.counts.deferred += 1
+        vocab = self.head.width(hidden)
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        return DeferredLogits(self, hidden, vocab, dtype)
+
+    def real_logits(self, hidden: Tensor, why: str) -> Tensor:
+        """``head(hidden)`` by the head's own way, counted and said once for each reason."""
+        self.handle.materialised(why)
+        with calling_for_real():
+            logits: Tensor = self.head.outer(hidden)
+        return logits
+
+    def close(self, output: Any) -> Any:
+        """The forward's output without deferred logits in it. Each is replaced by its real tensor where there is one,
+        and by None where there is not: its place in the output stays. Without any loss nothing is taken away."""
+        records, self.records = self.records, []
+        if records:
+            output = self._scrubbed(output)
+        return output
+
+    def _scrubbed(self, value: Any) -> Any:
+        if isinstance(value, DeferredLogits):
+            if self.losses == 0 and value.frame is self:
+                return value.materialise("the forward computed no loss from its logits")
+            return value.materialise("output") if value.is_real() else None
+        if isinstance(value, dict):
+            for key in list(value):
+                item = value[key]
+                if isinstance(item, DeferredLogits | dict | list | tuple):
+                    new = self._scrubbed(item)
+                    if new is not item:
+                        value[key] = new
+            return value
+        if isinstance(value, list | tuple):
+            items = [self._scrubbed(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+
+def current() -> Frame | None:
+    """The frame in force in this thread."""
+    return getattr(_LOCAL, "frame", None)
+
+
+class calling_for_real:  # noqa: N801
+    """Inside, heads return real logits."""
+
+    def __init__(self, frame: Frame | None = None) -> None:
+        self.frame = frame
+
+    def __enter__(self) -> None:
+        self.before = current()
+        _LOCAL.frame = self.frame
+
+    def __exit__(self, *exception: object) -> None:
+        _LOCAL.frame = self.before
+
+
+def in_force(frame: Frame) -> calling_for_real:
+    """Inside, the head of ``frame`` returns deferred logits."""
+    return calling_for_real(frame)
+
+
+def scopes() -> tuple[tuple[PatchHandle, Scope], ...]:
+    """The scopes in force in this thread, innermost last."""
+    return getattr(_LOCAL, "scopes", ())
+
+
+def set_scopes(value: tuple[tuple[PatchHandle, Scope], ...]) -> None:
+    """Replace the scopes in force in this thread."""
+    _LOCAL.scopes = value

@@ -1,0 +1,220 @@
+"""The head of a model: where it is, what has wrapped it, and how a loss can be computed with it.
+
+Looked at again in every deferring forward, since PEFT, FSDP and users replace heads after a model was patched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PatchError
+from .swap import base_class, is_swapped, swap
+
+SHARDING = ("torch.distributed", "torch._", "deepspeed", "accelerate")
+"""Whose hooks on a head gather or free its weight, and leave its result alone."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's head as it is now.
+
+    Attributes:
+        outer: What the model's forward calls.
+        core: What does the work and is given the loss job: ``outer``, or what it hands its arguments on to.
+        way: ``weight``: a plain linear layer, whose weight a strategy can take. ``module``: its own forward is called on
+            chunks. ``call``: ``outer`` is called on chunks, hooks and all.
+        why: Why not ``weight``, for people; empty otherwise.
+    """
+
+    outer: nn.Module
+    core: nn.Module
+    way: Literal["weight", "module", "call"]
+    why: str = ""
+
+    @classmethod
+    def of(cls, outer: nn.Module) -> Head:
+        """Look at a head. Reads no tensor, since they may be sharded until the head is called."""
+        core = _core(outer)
+        way, why = _way(outer, core)
+        return cls(outer, core, way, why)
+
+    def put_in_place(self) -> list[tuple[nn.Module, type]]:
+        """Make outer and core answer to deferral; (module, its class) for each that did not."""
+        changed = []
+        for module in (self.outer, self.core):
+            if not is_swapped(module):
+                changed.append((module, type(module)))
+                swap(module, "head")
+        return changed
+
+    def width(self, hidden: Tensor) -> int:
+        """Size of the vocabulary: ``out_features``, which stays true where the weight is sharded, packed or resized."""
+        features = getattr(self.core, "out_features", None)
+        known = self.way == "weight" or _is_adapter(self.core) or _from(base_class(self.core), "bitsandbytes")
+        if isinstance(features, int) and known:
+            return features
+        return self._probed_width(hidden)
+
+    @torch.compiler.disable
+    def _probed_width(self, hidden: Tensor) -> int:
+        """What a head with a forward of its own returns for one row. Asked once, without touching the random state."""
+        width: int | None = self.core.__dict__.get("_loss_plugin_width")
+        if width is None:
+            from .frame import calling_for_real
+
+            devices = [hidden.device.index or 0] if hidden.device.type == "cuda" else []
+            with torch.no_grad(), calling_for_real(), torch.random.fork_rng(devices):
+                width = int(self.outer(hidden.detach().reshape(-1, hidden.shape[-1])[:1]).shape[-1])
+            self.core.__dict__["_loss_plugin_width"] = width
+        return width
+
+    def device(self, hidden: Tensor) -> torch.device:
+        """Where its logits would be: accelerate's hooks move the hidden states first."""
+        moved: Any = getattr(self.core.__dict__.get("_hf_hook"), "execution_device", None)
+        if moved is None:
+            return hidden.device
+        return torch.device("cuda", moved) if isinstance(moved, int) else torch.device(moved)
+
+    def weight_and_bias(self, width: int) -> tuple[Tensor, Tensor | None] | str:
+        """Shapes ``[V, H]`` and ``[V]``, or why they cannot be used. Only valid while the head is being called."""
+        weight, bias = whole(getattr(self.core, "weight", None)), whole(getattr(self.core, "bias", None))
+        if _from(base_class(self.core), "peft"):
+            bias = None  # trainable tokens, only without one
+        if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point() or weight.dim() != 2:
+            return f"its weight is a {type(weight).__name__}" + (
+                f" of type {weight.dtype} and shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else ""
+            )
+        if weight.shape[0] != width:
+            return f"its weight has {weight.shape[0]} rows for {width} logits"
+        return weight, bias
+
+    def describe(self) -> str:
+        """One line for `explain`."""
+        name = base_class(self.core).__name__
+        features = getattr(self.core, "out_features", "?")
+        size = f"{features} x {getattr(self.core, 'in_features', '?')}"
+        how = "its weight is handed to the strategy" if self.way == "weight" else f"called on chunks, since {self.why}"
+        return f"{name} ({size}{', bias' if getattr(self.core, 'bias', None) is not None else ''}): {how}"
+
+
+def find_head(model: nn.Module) -> tuple[str, nn.Module]:
+    """The path of the module that owns the head ("" for ``model``), and the head.
+
+    Raises:
+        PatchError: there is none, several, or one that is no single module with logits as its result.
+    """
+    name = base_class(model).__name__
+    head = head_of(model)
+    path = ""
+    if head is None:
+        owners: dict[int, tuple[str, nn.Module]] = {}
+        for path_, module in model.named_modules():
+            found = head_of(module) if path_ and hasattr(module, "get_output_embeddings") else None
+            if found is not None:
+                owners.setdefault(id(found), (path_, found))
+        if len(owners) > 1:
+            listed = ", ".join(owner for owner, _ in owners.values())
+            raise PatchError(
+                f"{name} has several sub-models with a head of their own ({listed}), so it is not clear whose logits the loss "
+                "takes. Patch the one that is trained: patch_model(model.<path>, ...)."
+            )
+        if not owners:
+            raise PatchError(
+                f"{name} has no language-model head: get_output_embeddings() returns None, and no sub-model has one. "
+                "Patch a model for causal or conditional generation (AutoModelForCausalLM), or call "
+                "loss_plugins.linear_cross_entropy with the hidden states and the weight."
+            )
+        path, head = next(iter(owners.values()))
+    if isinstance(head, nn.ModuleList | nn.ModuleDict | nn.Sequential | nn.Embedding):
+        raise PatchError(
+            f"The head of {name} is a {type(head).__name__}, and only a single module that maps hidden states to logits can "
+            "be patched. Call loss_plugins.linear_cross_entropy in your own loss instead."
+        )
+    return path, head
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """``model.get_output_embeddings()``, or None where it has no such thing."""
+    ask = getattr(model, "get_output_embeddings", None)
+    if ask is None:
+        return None
+    try:
+        head = ask()
+    except (NotImplementedError, AttributeError):
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+def whole(tensor: Any) -> Any:
+    """A DTensor as an ordinary tensor with all its entries, differentiably; anything else as it is."""
+    return tensor.full_tensor() if type(tensor).__name__ == "DTensor" or hasattr(tensor, "full_tensor") else tensor
+
+
+def _core(outer: nn.Module) -> nn.Module:
+    """What ``outer`` hands its arguments on to, as far as that is certain."""
+    core = outer
+    while True:
+        inner = None
+        if hasattr(core, "_fsdp_wrapped_module"):
+            inner = core._fsdp_wrapped_module
+        elif _is_named(core, "ModulesToSaveWrapper"):
+            idle = core.disable_adapters or not core.active_adapters
+            inner = core.original_module if idle else core.modules_to_save[core.active_adapters[0]]
+        elif _is_adapter(core) and core.disable_adapters and not core.merged:
+            inner = core.base_layer
+        if not isinstance(inner, nn.Module):
+            return core
+        core = inner
+
+
+def _way(outer: nn.Module, core: nn.Module) -> tuple[Literal["weight", "module", "call"], str]:
+    cls = base_class(core)
+    for module in {id(outer): outer, id(core): core}.values():
+        foreign = _foreign_hook(module)
+        if foreign:
+            return "call", f"it has a forward hook from {foreign}"
+        own = module.__dict__.get("forward")
+        if own is not None and "_hf_hook" not in module.__dict__ and not _is_sharded(core):
+            return "call", f"its forward was replaced by one from {getattr(own, '__module__', type(own).__module__)}"
+    if _is_named(core, "TrainableTokensWrapper"):
+        base = core.token_adapter.base_layer
+        if base_class(base).forward is nn.Linear.forward and base.bias is None and not core.token_adapter.merged:
+            return "weight", ""
+        return "module", "its trainable tokens lie on a layer that is no plain linear one"
+    if _is_adapter(core):
+        return "module", f"a PEFT adapter ({cls.__name__}) is on it"
+    if cls.forward is not nn.Linear.forward:
+        return "module", f"{cls.__module__}.{cls.__qualname__} has a forward of its own"
+    return "weight", ""
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether tensor parallelism holds the weight: it replaces the head's forward, and the whole weight can be had."""
+    return hasattr(getattr(module, "weight", None), "full_tensor")
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return _is_named(module, "BaseTunerLayer")
+
+
+def _is_named(module: nn.Module, name: str) -> bool:
+    """Whether ``module`` is of PEFT's class ``name``, without importing PEFT."""
+    return any(cls.__name__ == name and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+
+
+def _from(cls: type, package: str) -> bool:
+    return cls.__module__.split(".")[0] == package
+
+
+def _foreign_hook(module: nn.Module) -> str | None:
+    """The package of a hook that may look at the logits or change them."""
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        function = getattr(hook, "func", hook)
+        home = getattr(function, "__module__", None) or type(function).__module__
+        if not home.startswith(SHARDING):
+            return str(home)
+    return None

@@ -1,0 +1,231 @@
+"""``F.cross_entropy`` on deferred logits: the loss that the model asked for, with what the configuration adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..strategies import LossOutput, linear_cross_entropy_stats, projected_cross_entropy_stats
+from .record import Normal, normalise, replay
+from .swap import JOB, base_class
+from .token_weight import aligned_token_weight
+
+if TYPE_CHECKING:
+    from .deferred import DeferredLogits
+    from .frame import Frame
+
+
+@dataclass(frozen=True)
+class CrossEntropyCall:
+    """The arguments of one call of ``F.cross_entropy`` beside the logits."""
+
+    target: Any
+    weight: Tensor | None = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+
+def consume(logits: DeferredLogits, call: CrossEntropyCall) -> Any:
+    """The loss, or NotImplemented where only real logits and torch's own function can tell what is meant."""
+    frame, target = logits.frame, call.target
+    frame.losses += 1
+    plain = (
+        isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
+        and logits.ndim == 2 and target.shape[0] == logits.shape[0]
+    )  # fmt: skip
+    if not plain:
+        _no_extras(frame, f"logits of {logits.ndim} axes or targets that are no indices")
+        return NotImplemented
+    arguments = _arguments(frame, call, logits.vocab)
+    if logits.is_real():
+        return _from_real_logits(frame, logits.materialise("cross_entropy"), call, arguments)
+    logits.check_hidden()
+    frame.handle.counts.fused += 1
+    for listener in frame.handle.before_loss:
+        listener()
+    job = LossJob(logits, target, arguments)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
+        if frame.head.way == "call":
+            return job.run(logits.hidden)
+        return frame.head.outer(logits.hidden, **{JOB: job})
+
+
+class LossJob:
+    """One loss, computed by the head when it is called with this.
+
+    No dataclass: FSDP1 copies those when they are arguments.
+    """
+
+    def __init__(self, logits: DeferredLogits, target: Tensor, arguments: dict[str, Any]) -> None:
+        self.frame, self.steps, self.vocab = logits.frame, logits.steps, logits.vocab
+        self.core = logits.frame.head.core
+        self.target, self.arguments = target, arguments
+
+    def run(self, hidden: Tensor) -> Tensor:
+        """The loss of ``hidden``, shape ``[N, H]``. Runs inside the head's call, where its weight is whole."""
+        frame = self.frame
+        if hidden.device != self.target.device:
+            self.target = self.target.to(hidden.device)
+            for name in ("class_weight", "token_weight"):
+                if self.arguments[name] is not None:
+                    self.arguments[name] = self.arguments[name].to(hidden.device)
+        width = frame.head.width(hidden)
+        why, anchor = frame.head.why, None
+        if frame.head.way == "weight":
+            found = frame.head.weight_and_bias(width)
+            if isinstance(found, str):
+                why = found
+            else:
+                anchor = found[0]
+                return self._done(self._with_weight(hidden, *found, width), hidden, anchor)
+        frame.handle.use_module(why)
+        return self._done(self._projected(hidden, self._module_call(), frame.handle.config.loss_strategy), hidden, None)
+
+    def _with_weight(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> LossOutput:
+        config = self.frame.handle.config
+        normal = normalise(self.steps, width)
+        if normal is None:
+            strategy = self.frame.handle.replaying(self.steps)
+            return self._projected(hidden, lambda rows: F.linear(rows, weight, bias), strategy)
+        hidden, weight, bias = _moved(normal, hidden, weight, bias)
+        return linear_cross_entropy_stats(
+            hidden, weight, self.target, strategy=config.loss_strategy, options=config.loss_options, bias=bias,
+            logit_scale=normal.scale, softcap=normal.softcap, **self.arguments,
+        )
+
+    def _projected(self, hidden: Tensor, project: Callable[[Tensor], Tensor], strategy: str) -> LossOutput:
+        config = self.frame.handle.config
+        options = config.loss_options if strategy == config.loss_strategy else None
+        return projected_cross_entropy_stats(
+            lambda rows: replay(project(rows), self.steps), hidden, self.target, vocab=self.vocab, strategy=strategy,
+            options=options, **self.arguments,
+        )
+
+    def _module_call(self) -> Callable[[Tensor], Tensor]:
+        from .frame import calling_for_real
+
+        head = self.frame.head
+
+        def call(rows: Tensor) -> Tensor:
+            # also in the backward, in a thread of autograd's
+            with calling_for_real():
+                if head.way == "call":
+                    return cast(Tensor, head.outer(rows))
+                return cast(Tensor, base_class(head.core).forward(head.core, rows))
+
+        return call
+
+    def _done(self, output: LossOutput, hidden: Tensor, weight: Tensor | None) -> Tensor:
+        _record_statistics(self.frame, output, self.target, self.arguments["ignore_index"])
+        if self.frame.handle.after_loss_backward:
+            _tell_when_backward_is_done(self.frame, output.loss, hidden, weight)
+        return output.loss
+
+
+def _moved(
+    normal: Normal, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Columns taken from the weight, and 0-d tensor factors put on what is linear in them."""
+    if normal.columns is not None:
+        weight = weight[slice(*normal.columns)]
+        bias = None if bias is None else bias[slice(*normal.columns)]
+    for name, factor in normal.factors:
+        hidden = hidden * factor if name == "mul" else hidden / factor
+        if bias is not None:
+            bias = bias * factor if name == "mul" else bias / factor
+    return hidden, weight, bias
+
+
+def _arguments(frame: Frame, call: CrossEntropyCall, vocab: int) -> dict[str, Any]:
+    """The model's own arguments with the configuration's; both at once would have no meaning."""
+    handle, config, scope = frame.handle, frame.handle.config, frame.scope
+    smoothing = config.loss_label_smoothing if scope.label_smoothing is None else scope.label_smoothing
+    if smoothing and call.label_smoothing:
+        raise ConfigError(
+            f"loss_label_smoothing={smoothing:g} was asked for, but the model's own loss smooths by {call.label_smoothing:g} "
+            "already. Leave one of them out."
+        )
+    class_weight = handle.class_weight(call.target.device)
+    if class_weight is not None and call.weight is not None:
+        raise ConfigError(
+            "loss_class_weight was asked for, but the model's own loss has a weight a class already. Leave one of them out."
+        )
+    if class_weight is not None and class_weight.shape[0] != vocab:
+        raise ConfigError(
+            f"loss_class_weight has {class_weight.shape[0]} entries, and the model's loss is over {vocab} classes. "
+            "Give one weight a class."
+        )
+    token_weight = None
+    if scope.token_weight is not None:
+        token_weight = aligned_token_weight(scope.token_weight, frame.labels, call.target, call.ignore_index)
+    return {
+        "fields": handle.fields,
+        "ignore_index": call.ignore_index,
+        "reduction": call.reduction,
+        "label_smoothing": smoothing or call.label_smoothing,
+        "z_loss": config.loss_z_loss,
+        "class_weight": call.weight if class_weight is None else class_weight,
+        "token_weight": token_weight,
+    }
+
+
+def _from_real_logits(frame: Frame, logits: Tensor, call: CrossEntropyCall, arguments: dict[str, Any]) -> Tensor:
+    """The loss where the logits exist anyway: torch's own, unless something was asked for that it does not have."""
+    added = arguments["z_loss"] or arguments["token_weight"] is not None or arguments["fields"]
+    if not added:
+        _count_tokens(frame, call.target, call.ignore_index)
+        return F.cross_entropy(
+            logits, call.target, arguments["class_weight"], ignore_index=call.ignore_index, reduction=call.reduction,
+            label_smoothing=arguments["label_smoothing"],
+        )
+    output = projected_cross_entropy_stats(
+        lambda rows: rows, logits, call.target, vocab=logits.shape[1], strategy="naive", **arguments
+    )
+    _record_statistics(frame, output, call.target, call.ignore_index)
+    return output.loss
+
+
+def _no_extras(frame: Frame, what: str) -> None:
+    asked = frame.handle.extras(frame.scope)
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)} was asked for, but the model's own loss takes {what}, where it cannot be added. "
+            "Leave it out for this model."
+        )
+
+
+def _record_statistics(frame: Frame, output: LossOutput, target: Tensor, ignore_index: int) -> None:
+    frame.handle.statistics.add(
+        target != ignore_index, accuracy=output.accuracy, entropy=output.entropy, dropped=output.dropped
+    )
+
+
+def _count_tokens(frame: Frame, target: Tensor, ignore_index: int) -> None:
+    frame.handle.statistics.add(target != ignore_index)
+
+
+def _tell_when_backward_is_done(frame: Frame, loss: Tensor, hidden: Tensor, weight: Tensor | None) -> None:
+    """Call the listeners once the gradient of the head's input is there; of the weight, if only that has one."""
+    listeners = list(frame.handle.after_loss_backward)
+    trained = [t for t in (weight, *frame.head.core.parameters()) if t is not None and t.requires_grad]
+    anchor = hidden if hidden.requires_grad else (trained[0] if trained else None)
+    if anchor is None or not loss.requires_grad:
+        for listener in listeners:
+            listener()
+        return
+
+    def tell(gradient: Tensor) -> None:
+        hook.remove()
+        for listener in listeners:
+            listener()
+
+    hook = anchor.register_hook(tell)
+
+

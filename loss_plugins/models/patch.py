@@ -1,0 +1,356 @@
+"""Put a loss strategy into a model, and take it out again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import LossConfig
+from ..device import DeviceProfile
+from ..errors import ConfigError, PatchError, UnsupportedError
+from ..strategies import STRATEGIES, Problem, select
+from .families import family_of
+from .foreign import ADVICE, OFF, foreign_forward
+from .forwarding import HANDLE
+from .frame import Scope, scopes, set_scopes
+from .head import Head, find_head, head_of
+from .record import Step
+from .statistics import Counts, StatisticsBuffer
+from .swap import base_class, swap, unswap
+
+logger = logging.getLogger(__name__)
+
+MODULE_STRATEGIES = ("chunked", "naive", "auto")
+"""What can call a head that is no plain weight."""
+
+
+def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] | None = None) -> PatchHandle:
+    """Compute the loss of ``model`` with a strategy, whenever labels are given in training.
+
+    The model's own forward stays as it is. Only this instance changes: its class and its head's become subclasses of the
+    same names, and ``handle.undo()`` gives both their classes back. Parameters, buffers and state_dict keys stay.
+
+    Args:
+        model: A transformers model for causal or conditional generation. Wrappers of PEFT, DistributedDataParallel, FSDP
+            and torch.compile are looked through.
+        config: A strategy's name, a `LossConfig` or a mapping of its fields. Default: ``auto``.
+
+    Raises:
+        ConfigError: an unknown strategy or option.
+        PatchError: the model has no head, or was patched already, by us or by Liger, cut-cross-entropy or TRL.
+        UnsupportedError: the strategy needs the head's weight, and the head is more than that.
+    """
+    config = LossConfig.of(config)
+    model = unwrapped(model)
+    name = base_class(model).__name__
+    existing = find_handle(model)
+    if existing is not None:
+        raise PatchError(
+            f"{name} is patched already, with loss_strategy {existing.config.loss_strategy!r}. Call undo() on that handle "
+            "first (find_handle(model) returns it), or go on using it."
+        )
+    for place, forward in (("this model", model.__dict__.get("forward")), ("its class", base_class(model).forward)):
+        package = foreign_forward(forward)
+        if package is not None:
+            raise PatchError(
+                f"{OFF[package]} has replaced the forward of {place} ({name}), so a patch would never see a loss. "
+                f"{ADVICE[package]}"
+            )
+    family = family_of(str(getattr(getattr(model, "config", None), "model_type", "")))
+    if family is not None and family.status == "unsupported":
+        raise PatchError(
+            f"{name} cannot be patched: {family.reason}. Call loss_plugins.linear_cross_entropy in your own loss instead."
+        )
+    path, outer = find_head(model)
+    head = Head.of(outer)
+    handle = PatchHandle(model, config, path)
+    handle.check(head)
+    handle.put_in_place(head)
+    logger.info("%s", handle.explain())
+    return handle
+
+
+def find_handle(model: nn.Module) -> PatchHandle | None:
+    """The handle of a patched model, through the wrappers that `patch_model` looks through; None if it is not patched."""
+    handle = unwrapped(model).__dict__.get(HANDLE)
+    return handle if isinstance(handle, PatchHandle) and handle.active else None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers of torch.compile, DataParallel, DDP, FSDP, DeepSpeed and PEFT."""
+    while True:
+        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        if inner is None and hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+            inner = model.get_base_model()
+        if inner is None and not hasattr(type(model), "get_output_embeddings"):
+            inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module) or inner is model:
+            return model
+        model = inner
+
+
+class PatchHandle:
+    """A patch that is in place. A context manager, at whose end the patch is undone.
+
+    Attributes:
+        model: The patched model, without wrappers.
+        config: What was asked for.
+        active: False after `undo`.
+        counts: What happened so far: deferred head calls, fused losses, materialised logits.
+        materialised_by: Why logits became real, each reason once.
+        statistics: Sums over tokens since they were last read.
+        before_loss: Called when the head's loss is about to be computed.
+        after_loss_backward: Called when the gradient of the head's input is there, or after the loss if there is none.
+    """
+
+    def __init__(self, model: nn.Module, config: LossConfig, head_path: str = "") -> None:
+        self.model, self.config, self.head_path = model, config, head_path
+        self.active = False
+        self.counts = Counts()
+        self.materialised_by: list[str] = []
+        self.before_loss: list[Callable[[], None]] = []
+        self.after_loss_backward: list[Callable[[], None]] = []
+        self.shared_scopes: list[Scope] = []
+        self.fields = self._fields()
+        self.statistics = StatisticsBuffer(self.fields)
+        self._swapped: list[nn.Module] = []
+        self._said: set[str] = set()
+        self._class_weights: dict[torch.device, Tensor] = {}
+        self._noticed: object = None
+
+    # for people
+
+    def undo(self) -> None:
+        """Give the model and its head their own classes back. Doing it again does nothing."""
+        if not self.active:
+            return
+        self.active = False
+        left = [module for module in (self.model, *self._heads()) if not unswap(module)]
+        if left:
+            logger.warning(
+                "The patch of %s is off, but %s keeps a class that passes everything on: something (FSDP2) has put its own "
+                "class on top since. Undo before wrapping to get the classes back.",
+                base_class(self.model).__name__, " and ".join(type(module).__name__ for module in left),
+            )
+        self._swapped = []
+        if self.model.__dict__.get(HANDLE) is self:
+            del self.model.__dict__[HANDLE]
+
+    def __enter__(self) -> PatchHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def explain(self) -> str:
+        """What was touched, how the loss is computed, and what happened so far, in a few lines."""
+        name = base_class(self.model).__name__
+        options = f" with {dict(self.config.loss_options)}" if self.config.loss_options else ""
+        lines = [f"{name}: loss_strategy {self.config.loss_strategy!r}{options}{'' if self.active else ' (undone)'}"]
+        outer = self._outer(self.model)
+        if outer is not None:
+            path = next((p for p, m in self.model.named_modules(remove_duplicate=False) if m is outer), self.head_path)
+            lines.append(f"  head {path}: {Head.of(outer).describe()}")
+            lines.append(f"  touched: the class of the model and of {path}; nothing else")
+        family = family_of(str(getattr(getattr(self.model, "config", None), "model_type", "")))
+        if family is not None:
+            lines.append(f"  {family.model_types[0]} ({family.status}): {family.note}")
+        counts = self.counts
+        lines.append(
+            f"  so far: {counts.deferred} deferred, {counts.fused} losses without logits, {counts.materialised} materialised"
+            + (f" ({'; '.join(self.materialised_by)})" if self.materialised_by else "")
+        )
+        return "\n".join(lines)
+
+    @contextmanager
+    def scope(
+        self,
+        *,
+        token_weight: Tensor | None = None,
+        loss_only: bool | None = None,
+        label_smoothing: float | None = None,
+    ) -> Iterator[None]:
+        """For the forwards inside; what is None stays as an outer scope has it.
+
+        Args:
+            token_weight: One weight a label, shape of the batch's labels, multiplied into each token's loss.
+            loss_only: True: no logits in evaluation either. False: always logits. None: no logits while training.
+            label_smoothing: In place of the configuration's.
+        """
+        if label_smoothing is not None and not 0 <= label_smoothing <= 1:
+            raise ConfigError(f"label_smoothing must be a number in [0, 1], got {label_smoothing!r}. Leave it out for none.")
+        before = scopes()
+        outer = next((scope for owner, scope in reversed(before) if owner is self), Scope())
+        given = {"token_weight": token_weight, "loss_only": loss_only, "label_smoothing": label_smoothing}
+        scope = outer._replace(**{key: value for key, value in given.items() if value is not None})
+        set_scopes((*before, (self, scope)))
+        self.shared_scopes.append(scope)
+        try:
+            yield
+        finally:
+            self.shared_scopes.remove(scope)
+            set_scopes(before)
+
+    # for the forward
+
+    def head_now(self, model: nn.Module) -> Head:
+        """The head of ``model``, which is `model` or a replica of it, ready to be called with a loss."""
+        outer = self._outer(model)
+        if outer is None:
+            raise PatchError(
+                f"{base_class(model).__name__} had a head when it was patched and has none now. Undo the patch, or patch again."
+            )
+        head = Head.of(outer)
+        self._remember(head.put_in_place())
+        return head
+
+    def materialised(self, why: str) -> None:
+        """Count real logits, and say why, each reason once."""
+        self.counts.materialised += 1
+        if why not in self.materialised_by:
+            self.materialised_by.append(why)
+            logger.warning(
+                "%s needs its real logits for %r: they were computed, and the result is exact, but their memory is not saved.",
+                base_class(self.model).__name__, why,
+            )
+
+    def use_module(self, why: str) -> None:
+        """The head is called on chunks: refuse a strategy that needs a weight, and say so once."""
+        self._refuse_without_weight(why)
+        self._once(logging.INFO, f"The loss of {base_class(self.model).__name__} calls its head on chunks: {why}.")
+
+    def replaying(self, steps: tuple[Step, ...]) -> str:
+        """The strategy for logits that are transformed in a way that none takes over."""
+        asked = self.config.loss_strategy
+        if asked in MODULE_STRATEGIES:
+            return asked
+        names = ", ".join(step.name for step in steps)
+        self._once(
+            logging.WARNING,
+            f"loss_strategy {asked!r} was asked for, but {base_class(self.model).__name__} transforms its logits by "
+            f"[{names}], which only chunks of real logits can follow: 'chunked' runs instead. The result is exact.",
+        )
+        return "chunked"
+
+    def notice_forward(self, model: nn.Module) -> None:
+        """Say so, once, where someone who computes the loss himself has put a forward on the model since."""
+        forward = model.__dict__.get("forward")
+        if forward is self._noticed:
+            return
+        self._noticed = forward
+        package = foreign_forward(forward)
+        if package is not None and self.active:
+            logger.warning(
+                "%s has replaced the forward of %s after it was patched, so loss_strategy %r is not in force. %s",
+                OFF[package], base_class(model).__name__, self.config.loss_strategy, ADVICE[package],
+            )
+
+    def class_weight(self, device: torch.device) -> Tensor | None:
+        """The configuration's class weights there, copied once."""
+        if self.config.loss_class_weight is None:
+            return None
+        if device not in self._class_weights:
+            self._class_weights[device] = torch.tensor(self.config.loss_class_weight, dtype=torch.float32, device=device)
+        return self._class_weights[device]
+
+    def extras(self, scope: Scope) -> list[str]:
+        """Names of what is asked for beyond the model's own loss."""
+        smoothing = self.config.loss_label_smoothing if scope.label_smoothing is None else scope.label_smoothing
+        asked = {
+            "loss_label_smoothing": smoothing,
+            "loss_z_loss": self.config.loss_z_loss,
+            "loss_class_weight": self.config.loss_class_weight is not None,
+            "token_weight": scope.token_weight is not None,
+            "loss_statistics": self.config.loss_statistics,
+        }
+        return [name for name, value in asked.items() if value]
+
+    # for patch_model
+
+    def check(self, head: Head) -> None:
+        """What can be refused before anything is touched."""
+        config = self.config
+        features = getattr(head.core, "out_features", None)
+        problem = Problem(rows=4096, hidden=getattr(head.core, "in_features", 1024), vocab=features or 32000)
+        if config.loss_strategy == "auto":
+            select("auto", config.loss_options, problem, DeviceProfile("cpu"))
+        weights = config.loss_class_weight
+        if weights is not None and isinstance(features, int) and len(weights) != features and head.way == "weight":
+            raise ConfigError(
+                f"loss_class_weight has {len(weights)} entries, and the head of {base_class(self.model).__name__} has "
+                f"{features} rows. Give one weight a row."
+            )
+        if head.way != "weight":
+            self._refuse_without_weight(head.why)
+
+    def put_in_place(self, head: Head) -> None:
+        self._remember(head.put_in_place())
+        swap(self.model, "model")
+        self.model.__dict__[HANDLE] = self
+        self.active = True
+
+    def _refuse_without_weight(self, why: str) -> None:
+        name, options = self.config.loss_strategy, self.config.loss_options
+        if name in ("auto", "chunked"):
+            return
+        strategy = STRATEGIES.get(name)
+        problem = Problem(rows=1, hidden=1, vocab=1)
+        parsed = _parsed(name, options)
+        profile = DeviceProfile("cpu")
+        module_reason = strategy.check(replace(problem, module=True), profile, parsed)
+        if module_reason is None or module_reason == strategy.check(problem, profile, parsed):
+            return
+        raise UnsupportedError(
+            f"loss_strategy {name!r} needs the head's weight, but on {base_class(self.model).__name__} {why}. "
+            "Use loss_strategy 'chunked', which calls the head as it is and is exact; or "
+            + ("leave lm_head out of the adapter's target_modules." if "PEFT" in why else "give the model a plain linear head.")
+        )
+
+    def _fields(self) -> tuple[str, ...]:
+        """Per-token fields that every loss must bring. Also reads the options, before anything is touched."""
+        fields = tuple(self.config.loss_statistics or ())
+        name, options = self.config.loss_strategy, self.config.loss_options
+        parsed = None if name == "auto" else _parsed(name, options)
+        return (*fields, "dropped") if any(getattr(parsed, "thresholds", ())) else fields
+
+    def _outer(self, model: nn.Module) -> nn.Module | None:
+        owner = model.get_submodule(self.head_path) if self.head_path else model
+        return head_of(owner)
+
+    def _heads(self) -> list[nn.Module]:
+        """Every module that became a patched head: those remembered, and copies that PEFT made of them."""
+        found = {id(module): module for module in self._swapped}
+        outer = self._outer(self.model)
+        for module in outer.modules() if outer is not None else ():
+            found[id(module)] = module
+        return list(found.values())
+
+    def _remember(self, changed: list[tuple[nn.Module, type]]) -> None:
+        self._swapped += [module for module, _ in changed]
+
+    def _once(self, level: int, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.log(level, sentence)
+
+    # a copy of a patched model is patched, on its own and with nothing counted yet
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "config": self.config, "head_path": self.head_path, "active": self.active,
+                "swapped": self._swapped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["model"], state["config"], state["head_path"])  # type: ignore[misc]
+        self.active, self._swapped = state["active"], state["swapped"]
+
+
+def _parsed(name: str, options: Mapping[str, Any] | None) -> Any:
+    from ..strategies._options import parse_options
+
+    return parse_options(name, STRATEGIES.get(name).Options, options)
