@@ -20,26 +20,33 @@ find_python() {
   return 1
 }
 
+pip_install() {
+  if ! "$python" -m pip install -qq --disable-pip-version-check -c scripts/constraints.txt "$@"; then
+    echo "Installing $* failed; pip's own message is above. Often there is no network, or the disk is full." \
+      "Run the script again when that is mended." >&2
+    exit 1
+  fi
+}
+
 environment() {
   local folder=$1 wheels=$2 base stamp
   shift 2
   base=$(find_python)
-  stamp=$({ "$base" --version && echo "$wheels $*" && cat pyproject.toml scripts/constraints.txt scripts/environment.sh; } | cksum)
+  stamp=$("$base" --version && echo "$wheels $*" && cat pyproject.toml scripts/constraints.txt scripts/environment.sh)
+  stamp=$(cksum <<< "$stamp")
   python=$folder/bin/python
   if [ "$stamp" = "$(cat "$folder/stamp" 2> /dev/null)" ]; then
     return
   fi
-  echo "Installing into $folder (a few minutes, once)"
+  echo "Installing into $folder: once, and a few minutes"
   rm -rf "$folder"
   "$base" -m venv "$folder"
-  local install=("$python" -m pip install -qq --disable-pip-version-check -c scripts/constraints.txt)
-  "${install[@]}" --upgrade pip # dependency groups need 25.1
-  # torch alone first, so that nothing else chooses its build
-  "${install[@]}" torch
+  pip_install --upgrade pip # dependency groups need 25.1
+  pip_install torch         # alone and first, so that nothing else chooses its build
   if [ -n "$wheels" ]; then
     # shellcheck disable=SC2086 # a list of names
-    "${install[@]}" --no-deps $wheels
+    pip_install --no-deps $wheels
   fi
-  "${install[@]}" "$@"
+  pip_install "$@"
   echo "$stamp" > "$folder/stamp"
 }

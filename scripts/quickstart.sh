@@ -6,13 +6,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
-failed() {
-  echo "The installation failed; pip's own message is above. Often there is no network, or the disk is full." \
-    "Run this script again when that is mended." >&2
-  exit 1
-}
-trap failed ERR
 environment .venv "" -e ".[quickstart]"
-trap - ERR
 
 exec "$python" -m loss_plugins train configs/quickstart.yaml "$@"

@@ -1,4 +1,4 @@
-"""What every test shares: Triton's interpreter where there is no GPU, seeds, poisoned memory, and the ``gpu`` marker."""
+"""What every test shares: Triton's interpreter where there is no GPU, seeds, poisoned memory, the ``gpu`` marker."""
 
 from __future__ import annotations
 

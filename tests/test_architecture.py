@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: who imports whom, what importing costs, sizes, words, and the registries."""
+"""The house rules that a machine can check: who imports whom, what importing costs, sizes, words, the registries."""
 
 from __future__ import annotations
 
@@ -170,9 +170,10 @@ def test_importing_patches_nothing() -> None:
         f"""
         import importlib, torch, transformers
         from transformers.loss import loss_utils
-        watched = [(torch.nn.functional, "cross_entropy"), (torch.nn.functional, "linear"), (torch.nn.Linear, "forward"),
-                   (torch.nn.CrossEntropyLoss, "forward"), (torch.nn.Module, "__call__"), (torch.Tensor, "__getitem__"),
-                   (torch.Tensor, "float"), (transformers.Trainer, "compute_loss"), (transformers.Trainer, "train"),
+        nn, Trainer = torch.nn, transformers.Trainer
+        watched = [(nn.functional, "cross_entropy"), (nn.functional, "linear"), (nn.Linear, "forward"),
+                   (nn.CrossEntropyLoss, "forward"), (nn.Module, "__call__"), (torch.Tensor, "__getitem__"),
+                   (torch.Tensor, "float"), (Trainer, "compute_loss"), (Trainer, "train"),
                    (transformers.LlamaForCausalLM, "forward"), (loss_utils, "ForCausalLMLoss")]
         before = [getattr(home, name) for home, name in watched]
         mapping = dict(loss_utils.LOSS_MAPPING)
@@ -235,7 +236,9 @@ def test_builtin_strategies_run_without_triton_and_without_the_compiler() -> Non
 
 def dedented(code: str) -> str:
     """``code`` with `BLOCK_TRITON`, whose own indentation is a level less, put on the margin."""
-    return "\n".join(textwrap.dedent(part) for part in re.split(r"(?<=real_find_spec\(name, \*rest\)\n)", code, maxsplit=1))
+    return "\n".join(
+        textwrap.dedent(part) for part in re.split(r"(?<=real_find_spec\(name, \*rest\)\n)", code, maxsplit=1)
+    )
 
 
 # Sizes and names
@@ -446,7 +449,7 @@ def test_builtin_names_cannot_be_shadowed(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_changelog_begins_with_this_version() -> None:
     versions = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert [v for v in versions if v != "Unreleased"][0] == loss_plugins.__version__
+    assert next(v for v in versions if v != "Unreleased") == loss_plugins.__version__
 
 
 def test_hooks_use_the_pinned_tools() -> None:

@@ -49,7 +49,12 @@ def results(loss: Loss, inputs: Inputs, upstream: Tensor | None) -> dict[str, Te
     """The loss and its gradients. What comes back to it is not 1, so that a loss that ignores it is found."""
     value = loss(inputs)
     value.backward(torch.full_like(value, 3.0) if upstream is None else upstream.to(value.dtype))
-    named = {"loss": value.detach(), "hidden": inputs.hidden.grad, "weight": inputs.weight.grad, "bias": inputs.bias.grad}
+    named = {
+        "loss": value.detach(),
+        "hidden": inputs.hidden.grad,
+        "weight": inputs.weight.grad,
+        "bias": inputs.bias.grad,
+    }
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -57,8 +62,8 @@ def results(loss: Loss, inputs: Inputs, upstream: Tensor | None) -> dict[str, Te
 def compare(strategy: str) -> Callable[..., None]:
     """``compare(peer, **arguments)``: the peer computes our function of those arguments, and we are no less exact.
 
-    The peer is called with `Inputs`. ``bias`` and ``class_weight`` are given as True. The oracle says how exact each is:
-    the peer's own error, and never a number typed in here, bounds ours.
+    The peer is called with `Inputs`. ``bias`` and ``class_weight`` are given as True. The oracle says how exact each
+    is: the peer's own error, and never a number typed in here, bounds ours.
     """
 
     def run(peer: Loss, *, bias: bool = False, class_weight: bool = False, **arguments: Any) -> None:

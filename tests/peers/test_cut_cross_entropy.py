@@ -16,7 +16,9 @@ pytestmark = [
     pytest.mark.slow,  # each case is compiled
     # Dynamo looks at .grad of every input it traces
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler"),
+    pytest.mark.skipif(
+        not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler"
+    ),
 ]
 
 

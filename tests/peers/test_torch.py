@@ -41,7 +41,8 @@ def test_cross_entropy_on_logits(compare: Callable[..., None], case: dict[str, A
 
 
 linear = pytest.mark.skipif(
-    not hasattr(F, "linear_cross_entropy"), reason=f"F.linear_cross_entropy needs torch 2.13, here is {torch.__version__}"
+    not hasattr(F, "linear_cross_entropy"),
+    reason=f"F.linear_cross_entropy needs torch 2.13, here is {torch.__version__}",
 )
 
 
