@@ -82,14 +82,14 @@ def linear_ce(
     loss, nll, lse, entropy, predicted = _launch(
         forward_kernels, "linear_ce_forward", hidden, weight, bias, labels, class_weight, ignore_index, scale, softcap,
         label_smoothing, z_loss, dtype, want_entropy, want_predicted, tile_bytes,
-    )
+    )  # fmt: skip
     dropped = lse.new_zeros(lse.shape if want_dropped else 0)
     thresholds = [below for below in (filter_hidden, filter_weight) if below > 0]
     if want_dropped and thresholds:
         dropped = _launch(
             "torch", "dropped_mass", hidden, weight, bias, labels, lse, ignore_index, scale, softcap, dtype,
             min(thresholds), tile_bytes,
-        )
+        )  # fmt: skip
     return loss, nll, lse, entropy, predicted, dropped
 
 
@@ -99,7 +99,7 @@ def _(
     scale: float, softcap: float, label_smoothing: float, z_loss: float, dtype: torch.dtype, want_entropy: bool,
     want_predicted: bool, filter_hidden: float, filter_weight: float, want_dropped: bool, tile_bytes: int,
     forward_kernels: str, backward_kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = hidden.shape[0]
     acc = accumulator(dtype)
     return (
@@ -140,7 +140,7 @@ def linear_ce_backward(
         kernels, "linear_ce_backward", grad, hidden, weight, bias, labels, class_weight, lse, ignore_index, scale,
         softcap, label_smoothing, z_loss, dtype, filter_hidden, filter_weight, need_hidden, need_weight, need_bias,
         tile_bytes,
-    )
+    )  # fmt: skip
     return gradients
 
 
@@ -150,7 +150,7 @@ def _(
     lse: Tensor, ignore_index: int, scale: float, softcap: float, label_smoothing: float, z_loss: float,
     dtype: torch.dtype, filter_hidden: float, filter_weight: float, need_hidden: bool, need_weight: bool,
     need_bias: bool, tile_bytes: int, kernels: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (rows, width), vocab = hidden.shape, weight.shape[0]
     return (
         hidden.new_empty(rows if need_hidden else 0, width),
@@ -170,7 +170,7 @@ def _linear_ce_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 def _linear_ce_grad(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
     hidden, weight, bias, labels, class_weight, lse = ctx.saved_tensors
     (ignore_index, scale, softcap, label_smoothing, z_loss, dtype, _, _, filter_hidden, filter_weight, _, tile_bytes, _,
-     kernels) = ctx.scalars
+     kernels) = ctx.scalars  # fmt: skip
     unused = (None,) * (2 + len(ctx.scalars))
     if grad_loss is None:
         return (None, None, None, *unused)
@@ -178,7 +178,7 @@ def _linear_ce_grad(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) 
     d_hidden, d_weight, d_bias = linear_ce_backward(
         grad_loss, hidden, weight, bias, labels, class_weight, lse, ignore_index, scale, softcap, label_smoothing,
         z_loss, dtype, filter_hidden, filter_weight, need_hidden, need_weight, need_bias, tile_bytes, kernels,
-    )
+    )  # fmt: skip
     return (
         d_hidden if need_hidden else None,
         d_weight if need_weight else None,
@@ -216,7 +216,7 @@ def flce(
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _launch(
         kernels, "flce_forward", hidden, weight, bias, labels, row_scale, class_weight, ignore_index, scale, softcap,
         label_smoothing, z_loss, dtype, want_entropy, want_predicted, need_hidden, need_weight, need_bias, chunk_rows,
-    )
+    )  # fmt: skip
     return results
 
 
@@ -226,7 +226,7 @@ def _(
     ignore_index: int, scale: float, softcap: float, label_smoothing: float, z_loss: float, dtype: torch.dtype,
     want_entropy: bool, want_predicted: bool, need_hidden: bool, need_weight: bool, need_bias: bool, chunk_rows: int,
     kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (rows, width), vocab = hidden.shape, weight.shape[0]
     acc = accumulator(dtype)
     return (

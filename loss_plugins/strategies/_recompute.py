@@ -22,7 +22,7 @@ def recomputed(
         rows.softcap, rows.label_smoothing, rows.z_loss, rows.dtype, "entropy" in rows.fields,
         bool(rows.fields & {"predicted", "accuracy"}), filter_hidden, filter_weight, "dropped" in rows.fields,
         tile_bytes, forward_kernels, backward_kernels,
-    )
+    )  # fmt: skip
     loss = loss * rows.row_scale
     return RowLoss(
         loss=loss.sum() if rows.reduce else loss,

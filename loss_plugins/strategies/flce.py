@@ -72,7 +72,7 @@ class Flce:
             torch.is_grad_enabled() and rows.weight.requires_grad,
             torch.is_grad_enabled() and rows.bias is not None and rows.bias.requires_grad,
             self.chunk_rows(problem, options), "torch",
-        )
+        )  # fmt: skip
         return RowLoss(
             loss=total,
             nll=nll,
