@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+MIB = 1024 * 1024
 _COUNTERS = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
 _highest: dict[torch.device, int] = {}
 

@@ -107,5 +107,5 @@ def test_the_two_smoothing_settings_mean_the_same() -> None:
     assert LossPluginArguments(output_dir="out", label_smoothing_factor=0.1).loss_config().loss_label_smoothing == 0.1
     both = LossPluginArguments(output_dir="out", label_smoothing_factor=0.1, loss_label_smoothing=0.1)
     assert both.loss_config().loss_label_smoothing == 0.1
-    with pytest.raises(ConfigError, match="label_smoothing_factor=0.2 and loss_label_smoothing=0.1"):
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.2 and loss_label_smoothing=0\.1"):
         LossPluginArguments(output_dir="out", label_smoothing_factor=0.2, loss_label_smoothing=0.1)
