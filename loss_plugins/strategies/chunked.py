@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from ..device import DeviceProfile
-from ..kernels.torch import matmul
+from ..kernels.torch import matmul, project_back
+from ..kernels.torch import project as product
 from ._base import Problem, RowLoss, Rows
 from ._logits import loss_from_logits, project, row_loss, transform
 from ._options import check_workspace, workspace_bytes
@@ -52,14 +53,14 @@ class _HalfLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, stand_in: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        return matmul(hidden, weight.T)
+        return product(hidden, weight, hidden.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
         half = grad.to(hidden.dtype) if grad.is_cuda else grad
-        d_hidden = matmul(half, weight.to(half.dtype)).to(hidden.dtype) if ctx.needs_input_grad[0] else None
+        d_hidden = project_back(half, weight).to(hidden.dtype) if ctx.needs_input_grad[0] else None
         d_weight = matmul(half.T, hidden.to(half.dtype)) if ctx.needs_input_grad[1] else None
         return d_hidden, d_weight, None
 

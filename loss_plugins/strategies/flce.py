@@ -14,6 +14,7 @@ import torch
 
 from ..device import DeviceProfile
 from ..kernels import ops
+from ..kernels.torch import COLUMNS
 from ._base import Problem, RowLoss, Rows
 from ._options import check_workspace, workspace_bytes
 from ._recompute import recomputed
@@ -45,7 +46,10 @@ class Flce:
 
     def peak_bytes(self, problem: Problem, options: FlceOptions) -> int:
         size = problem.accumulator.itemsize
-        chunk = self.chunk_rows(problem, options) * problem.vocab * size
+        rows, columns = self.chunk_rows(problem, options), min(problem.vocab, COLUMNS)
+        chunk = rows * problem.vocab * size + rows * columns * size
+        if problem.dtype.itemsize < size:
+            chunk += columns * problem.hidden * size
         if problem.dtype.itemsize < size:
             chunk += chunk * problem.dtype.itemsize // size
         peak = chunk + problem.gradient_bytes

@@ -8,6 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._rows import accumulator
+
+COLUMNS = 4096
+"""Columns handled at once where a temporary must stay small beside a chunk of logits."""
+
 _MM_HAS_OUT_DTYPE = "out_dtype" in (torch.mm.__doc__ or "")
 
 
@@ -23,6 +28,35 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda and _MM_HAS_OUT_DTYPE:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
+
+
+def project(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``hidden @ weight.T`` in the accumulator's type, never with a cast copy of the whole weight."""
+    pieces = _product_spans(weight, dtype)
+    if len(pieces) == 1:
+        return matmul(hidden, weight.to(dtype).T)
+    z = torch.empty(hidden.shape[0], weight.shape[0], dtype=accumulator(dtype), device=hidden.device)
+    for v0, v1 in pieces:
+        z[:, v0:v1] = matmul(hidden, weight[v0:v1].to(dtype).T)
+    return z
+
+
+def project_back(dz: Tensor, weight: Tensor) -> Tensor:
+    """``dz @ weight`` in the accumulator's type, likewise."""
+    pieces = _product_spans(weight, dz.dtype)
+    if len(pieces) == 1:
+        return matmul(dz, weight.to(dz.dtype))
+    total = torch.zeros(dz.shape[0], weight.shape[1], dtype=accumulator(dz.dtype), device=dz.device)
+    for v0, v1 in pieces:
+        total += matmul(dz[:, v0:v1], weight[v0:v1].to(dz.dtype))
+    return total
+
+
+def _product_spans(weight: Tensor, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """One product over the whole vocabulary, or a product a column tile where the weight must be cast: a cast of all of
+    it would be another ``V * H`` in memory."""
+    casts = weight.dtype != dtype or (dtype.itemsize < 4 and not weight.is_cuda)
+    return spans(weight.shape[0], COLUMNS if casts else weight.shape[0])
 
 
 def operand(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,7 +95,7 @@ def row_gradient(
     smoothing: bool,
 ) -> Tensor:
     """Eq. (5), d loss / d (transformed logits): ``p * coef_p - onehot * coef_label - weight * coef_weight``."""
-    grad = torch.exp(logits - lse[:, None])
+    grad = (logits - lse[:, None]).exp_()
     grad *= coef_p[:, None]
     inside = (labels >= 0) & (labels < logits.shape[1])
     column = labels.clamp(0, logits.shape[1] - 1)[:, None]

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from .._rows import accumulator, row_coefficients, row_terms
-from ._tiles import matmul, operand, row_gradient, spans, transform_, untransform_
-
-_COLUMNS = 4096  # columns that the softmax gradient handles at once, so that its temporaries stay small
+from ._tiles import COLUMNS, matmul, operand, project, project_back, row_gradient, spans, transform_, untransform_
 
 
 def flce_forward(
@@ -39,36 +37,24 @@ def flce_forward(
     need_bias: bool,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(total, dX, dW, db, nll, lse, entropy, predicted); gradients are those of the total, empty where not needed."""
+    """(total, dX, dW, db, nll, lse, entropy, predicted); the gradients are those of the total, empty where not needed."""
     (rows, width), vocab = hidden.shape, weight.shape[0]
     acc = accumulator(dtype)
-    state: Any = {"dtype": acc, "device": hidden.device}
+    state: dict[str, Any] = {"dtype": acc, "device": hidden.device}
     valid = labels != ignore_index
+    row_scale = torch.where(valid, row_scale.to(acc), 0.0)
     loss, nll, lse = (torch.zeros(rows, **state) for _ in range(3))
     entropy = torch.zeros(rows if want_entropy else 0, **state)
     predicted = torch.zeros(rows if want_predicted else 0, dtype=torch.int64, device=hidden.device)
     d_hidden = hidden.new_zeros(rows if need_hidden else 0, width)
     d_weight = torch.zeros(vocab if need_weight else 0, width, **state)
     d_bias = torch.zeros(vocab if need_bias else 0, **state)
-    columns = spans(vocab, _COLUMNS)
-    for r0, r1 in spans(rows, chunk_rows):
+
+    def chunk(r0: int, r1: int) -> None:
+        # a function, so that everything a chunk allocates is gone before the next one begins
         h, y, ok = hidden[r0:r1].to(dtype), labels[r0:r1], valid[r0:r1]
-        z = torch.empty(r1 - r0, vocab, **state)
-        for v0, v1 in _product_spans(columns, vocab, weight, dtype):
-            z[:, v0:v1] = matmul(h, weight[v0:v1].to(dtype).T)
-        transform_(z, None if bias is None else bias.to(acc), scale, softcap)
-        max_ = z.amax(1) if vocab else z.new_zeros(r1 - r0)
-        anchor = torch.where(max_ == -torch.inf, 0.0, max_)
-        sum_ = torch.zeros_like(max_)
-        moment = torch.zeros_like(max_)
-        weighted = torch.zeros_like(max_) if label_smoothing else None
-        for v0, v1 in columns:
-            share = torch.exp(z[:, v0:v1] - anchor[:, None])
-            sum_ += share.sum(1)
-            if want_entropy:
-                moment += (share * torch.where(share > 0, z[:, v0:v1] - anchor[:, None], 0.0)).sum(1)
-            if weighted is not None:
-                weighted += z[:, v0:v1].sum(1) if class_weight is None else z[:, v0:v1] @ class_weight[v0:v1].to(acc)
+        z = transform_(project(h, weight, dtype), None if bias is None else bias.to(acc), scale, softcap)
+        max_, sum_, weighted, moment = _sums(z, class_weight, label_smoothing > 0, want_entropy)
         target = z.gather(1, torch.where(ok, y, 0)[:, None])[:, 0]
         loss[r0:r1], nll[r0:r1], lse[r0:r1] = row_terms(
             max_, sum_, target, weighted, y, ok, class_weight, label_smoothing, z_loss, vocab
@@ -78,36 +64,30 @@ def flce_forward(
         if want_predicted:
             predicted[r0:r1] = torch.where(ok, z.argmax(1), ignore_index)
         if not (need_hidden or need_weight or need_bias):
-            continue
-        coef_p, coef_label, coef_weight = row_coefficients(
+            return
+        coefficients = row_coefficients(
             row_scale[r0:r1], lse[r0:r1], y, ok, class_weight, label_smoothing, z_loss, vocab
         )
-        safe_lse = torch.where(ok, lse[r0:r1], torch.inf)
-        for v0, v1 in columns:
-            tile = z[:, v0:v1]
-            part = row_gradient(
-                tile, safe_lse, y - v0, coef_p, coef_label, coef_weight,
-                None if class_weight is None else class_weight[v0:v1].to(acc), label_smoothing > 0,
-            )
-            tile.copy_(untransform_(part, tile, scale, softcap))
+        # an ignored row has no log-sum-exp: +inf makes its probabilities zero whatever its logits are
+        _to_gradient_(
+            z, torch.where(ok, lse[r0:r1], torch.inf), y, coefficients, class_weight, label_smoothing > 0, scale, softcap
+        )
         if need_bias:
-            d_bias += z.sum(0)
+            d_bias.add_(z.sum(0))
         dz = operand(z, dtype)
         del z
         if need_hidden:
-            d_chunk = torch.zeros(r1 - r0, width, **state)
-            for v0, v1 in _product_spans(columns, vocab, weight, dz.dtype):
-                d_chunk += matmul(dz[:, v0:v1], weight[v0:v1].to(dz.dtype))
-            d_hidden[r0:r1] = d_chunk
-        if need_weight:
-            if dz.dtype == acc:
-                d_weight.addmm_(dz.T, h.to(acc))
-            else:
-                for v0, v1 in columns:
-                    d_weight[v0:v1] += matmul(dz[:, v0:v1].T, h)
-    total = (loss * torch.where(valid, row_scale.to(acc), 0.0)).sum()
+            d_hidden[r0:r1] = project_back(dz, weight)
+        if need_weight and dz.dtype == acc:
+            d_weight.addmm_(dz.T, h.to(acc))
+        elif need_weight:
+            for v0, v1 in spans(vocab, COLUMNS):
+                d_weight[v0:v1] += matmul(dz[:, v0:v1].T, h)
+
+    for r0, r1 in spans(rows, chunk_rows):
+        chunk(r0, r1)
     return (
-        total,
+        (loss * row_scale).sum(),
         d_hidden,
         d_weight.to(weight.dtype) if need_weight else weight.new_empty(0),
         d_bias if bias is None else d_bias.to(bias.dtype),
@@ -118,10 +98,46 @@ def flce_forward(
     )
 
 
-def _product_spans(
-    columns: list[tuple[int, int]], vocab: int, weight: Tensor, dtype: torch.dtype
-) -> list[tuple[int, int]]:
-    """One product over the whole vocabulary, or a product a column tile where the weight must be cast: a cast of all of
-    it would be another ``V * H`` in memory."""
-    casts = weight.dtype != dtype or (dtype.itemsize < 4 and not weight.is_cuda)
-    return columns if casts else [(0, vocab)]
+def _sums(
+    z: Tensor,  # (n, V)
+    class_weight: Tensor | None,
+    smoothing: bool,
+    want_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(maximum, sum of exp(z - maximum), weighted sum of z, sum of exp(z - maximum) * (z - maximum)) of each row."""
+    max_ = z.amax(1)
+    anchor = torch.where(max_ == -torch.inf, 0.0, max_)
+    sum_, moment = torch.zeros_like(max_), torch.zeros_like(max_)
+    weighted = torch.zeros_like(max_) if smoothing else None
+    for v0, v1 in spans(z.shape[1], COLUMNS):
+        if weighted is not None:
+            weighted += z[:, v0:v1].sum(1) if class_weight is None else z[:, v0:v1] @ class_weight[v0:v1].to(z.dtype)
+        low = z[:, v0:v1] - anchor[:, None]
+        if want_entropy:
+            share = low.exp()
+            moment += (share * torch.where(share > 0, low, 0.0)).sum(1)  # 0 * -inf is 0 here
+            del share
+        sum_ += low.exp_().sum(1)
+        del low
+    return max_, sum_, weighted, moment
+
+
+def _to_gradient_(
+    z: Tensor,  # (n, V)
+    lse: Tensor,  # (n,)
+    labels: Tensor,  # (n,)
+    coefficients: tuple[Tensor, Tensor, Tensor],
+    class_weight: Tensor | None,
+    smoothing: bool,
+    scale: float,
+    softcap: float,
+) -> None:
+    """Overwrite logits by their gradient, eq. (5) and (6), a few columns at a time."""
+    for v0, v1 in spans(z.shape[1], COLUMNS):
+        tile = z[:, v0:v1]
+        part = row_gradient(
+            tile, lse, labels - v0, *coefficients, None if class_weight is None else class_weight[v0:v1].to(z.dtype),
+            smoothing,
+        )  # fmt: skip
+        tile.copy_(untransform_(part, tile, scale, softcap))
+        del part

@@ -157,6 +157,7 @@ def linear_ce_backward(
                     tile_d_weight += matmul((dz * live).T, h.to(dz.dtype))
                 else:
                     tile_d_weight += matmul(dz.T, h.to(dz.dtype))
+            del dz
         if need_weight:
             d_weight[v0:v1] = tile_d_weight
     return d_hidden.to(hidden.dtype), d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
