@@ -32,10 +32,9 @@ def renewed(statistics: StatisticsBuffer) -> StatisticsBuffer:
 
 
 @contextlib.contextmanager
-def apart(handle: PatchHandle) -> Iterator[None]:
-    """Inside, the handle's statistics begin anew; afterwards they go on where they were."""
-    outer = handle.statistics
-    handle.statistics = renewed(outer)
+def apart(handle: PatchHandle, statistics: StatisticsBuffer) -> Iterator[None]:
+    """Inside, the handle fills ``statistics``; afterwards it goes on filling its own."""
+    outer, handle.statistics = handle.statistics, statistics
     try:
         yield
     finally:

@@ -14,9 +14,10 @@ from transformers import Trainer, TrainerCallback
 from ...config import LossConfig
 from ...errors import PatchError, UnsupportedError
 from ...models.patch import PatchHandle, find_handle, patch_model
+from ...models.statistics import StatisticsBuffer
 from .arguments import LossPluginArguments, with_smoothing
 from .hints import memory_hint
-from .monitor import PREFIX, LossMonitor, apart, read_statistics
+from .monitor import PREFIX, LossMonitor, apart, read_statistics, renewed
 from .refusals import refuse_compute_loss_func, refuse_foreign_forward, refuse_liger_loss
 
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -24,8 +25,8 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 CAUSES = (
     "(1) a subclass's compute_loss, or compute_loss_func, takes the labels out of the batch before the model is "
     "called; (2) the trainer computes its own loss from hidden states, as those of TRL >= 1.15 do; (3) the batches "
-    "have no labels; (4) the model that is trained was built or wrapped after it was patched, for example in model_init, or "
-    "another library has replaced its forward. `trainer.loss_handle.explain()` tells what was patched."
+    "have no labels; (4) the model that is trained was built or wrapped after it was patched, for example in "
+    "model_init, or another library has replaced its forward. `trainer.loss_handle.explain()` tells what was patched."
 )
 
 
@@ -60,6 +61,7 @@ class LossPluginMixin(_Base):
     _loss_prediction: tuple[bool, Tensor | None] | None = None
     _loss_smoothing = 0.0
     _loss_positions = 0
+    _loss_eval_statistics: StatisticsBuffer | None = None
 
     def __init__(
         self, *args: Any, loss_config: LossConfig | Mapping[str, Any] | str | None = None, **kwargs: Any
@@ -92,6 +94,7 @@ class LossPluginMixin(_Base):
             handle = None
         if handle is None:
             handle = self._loss_patched_here = patch_model(model, LossConfig() if wish is None else wish)
+            self._loss_eval_statistics = None
         refuse_foreign_forward(handle.model, type(self).__name__)
         factor = self.args.label_smoothing_factor if wish is None else wish.loss_label_smoothing
         self._loss_smoothing = with_smoothing(handle.config, factor).loss_label_smoothing
@@ -218,7 +221,10 @@ class LossPluginMixin(_Base):
         if self._loss_monitor is not None:
             self._loss_monitor.pause()
         positions, self._loss_positions = self._loss_positions, 0
-        with apart(self.loss_handle):
+        if self._loss_eval_statistics is None:  # kept, since a compiled graph would be made anew for another
+            self._loss_eval_statistics = renewed(self.loss_handle.statistics)
+        with apart(self.loss_handle, self._loss_eval_statistics):
+            self._loss_eval_statistics.pop()
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
