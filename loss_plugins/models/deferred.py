@@ -142,6 +142,22 @@ class DeferredLogits:
     def __truediv__(self, other: Any) -> Any:
         return self.div(other)
 
+    def add(self, other: Any, *, alpha: Any = 1) -> Any:
+        if alpha == 1 and self._is_column_vector(other):
+            dtype = torch.promote_types(self.dtype, other.dtype)
+            step = Step("add", other)
+            return self._with(lambda t: apply(t, step), step=step, dtype=dtype)
+        return self._as_real("add")(other, alpha=alpha)
+
+    __add__ = __radd__ = add
+
+    def _is_column_vector(self, value: Any) -> bool:
+        """Whether adding ``value`` is adding a bias: one entry a column of the vocabulary."""
+        return (
+            isinstance(value, Tensor) and value.is_floating_point() and 1 <= value.dim() <= self.ndim
+            and value.shape[-1] == self.vocab and value.numel() == self.vocab and value.device == self.device
+        )  # fmt: skip
+
     def tanh(self) -> DeferredLogits:
         return self._step(Step("tanh"))
 
@@ -313,7 +329,7 @@ def _special(name: str) -> Callable[..., Any]:
 
 # Python looks these up on the class, so that __getattr__ never sees them
 _READING = (
-    "abs add radd sub rsub rtruediv floordiv rfloordiv mod pow rpow neg matmul rmatmul eq ne lt le gt ge and or xor invert "
+    "abs sub rsub rtruediv floordiv rfloordiv mod pow rpow neg matmul rmatmul eq ne lt le gt ge and or xor invert "
     "bool float int index contains array"
 )
 _IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split())
@@ -409,6 +425,12 @@ def _product(left: Any, right: Any, **others: Any) -> Any:
     return left.mul(right) if isinstance(left, DeferredLogits) else right.mul(left)
 
 
+def _sum(left: Any, right: Any, **others: Any) -> Any:
+    if others:
+        return NotImplemented
+    return left.add(right) if isinstance(left, DeferredLogits) else right.add(left)
+
+
 def _quotient(left: Any, right: Any, **others: Any) -> Any:
     return left.div(right, **others) if isinstance(left, DeferredLogits) and "out" not in others else NotImplemented
 
@@ -431,5 +453,6 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
     torch.numel: _method("numel"),
     torch.is_floating_point: _method("is_floating_point"),
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _product),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _sum),
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide), _quotient),
 }

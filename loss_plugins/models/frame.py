@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConfigError
 from .deferred import DeferredLogits
 
 if TYPE_CHECKING:
     from .head import Head
     from .patch import PatchHandle
 
-_LOCAL = threading.local()
+
+class _Local(threading.local):
+    """Set in each thread before anything reads it, so that a compiled graph finds the same shape of it every time."""
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+        self.scopes: tuple[tuple[PatchHandle, Scope], ...] = ()
+
+
+_LOCAL = _Local()
 
 
 class Scope(NamedTuple):
@@ -45,7 +55,8 @@ class Frame:
 
     def defer(self, hidden: Tensor) -> DeferredLogits:
         """Stand-in for ``head(hidden)``, shape ``[..., H]`` to ``[..., V]``."""
-        self.handle.counts.deferred += 1
+        if not torch.compiler.is_compiling():
+            self.handle.counts.deferred += 1
         vocab = self.head.width(hidden)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -62,6 +73,13 @@ class Frame:
         """The forward's output without deferred logits in it. Each is replaced by its real tensor where there is one,
         and by None where there is not: its place in the output stays. Without any loss nothing is taken away."""
         records, self.records = self.records, []
+        if self.losses == 0 and _has_loss(output):
+            asked = self.handle.extras(self.scope)
+            if asked:
+                raise ConfigError(
+                    f"{', '.join(asked)} was asked for, but the forward of {type(self.model).__name__} computed its loss "
+                    "without F.cross_entropy on its head's logits, where it could have been added. Leave it out for this model."
+                )
         if records:
             output = self._scrubbed(output)
         return output
@@ -87,9 +105,14 @@ class Frame:
         return value
 
 
+def _has_loss(output: Any) -> bool:
+    loss = output.get("loss") if isinstance(output, dict) else (output[0] if isinstance(output, tuple) and output else None)
+    return isinstance(loss, Tensor) and loss.dim() == 0
+
+
 def current() -> Frame | None:
     """The frame in force in this thread."""
-    return getattr(_LOCAL, "frame", None)
+    return _LOCAL.frame
 
 
 class calling_for_real:  # noqa: N801
@@ -113,7 +136,7 @@ def in_force(frame: Frame) -> calling_for_real:
 
 def scopes() -> tuple[tuple[PatchHandle, Scope], ...]:
     """The scopes in force in this thread, innermost last."""
-    return getattr(_LOCAL, "scopes", ())
+    return _LOCAL.scopes
 
 
 def set_scopes(value: tuple[tuple[PatchHandle, Scope], ...]) -> None:

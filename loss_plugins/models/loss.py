@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..strategies import LossOutput, linear_cross_entropy_stats, projected_cross_entropy_stats
-from .record import Normal, normalise, replay
+from .record import normalise, replay
 from .swap import JOB, base_class
 from .token_weight import aligned_token_weight
 
@@ -47,7 +47,7 @@ def consume(logits: DeferredLogits, call: CrossEntropyCall) -> Any:
     if logits.is_real():
         return _from_real_logits(frame, logits.materialise("cross_entropy"), call, arguments)
     logits.check_hidden()
-    frame.handle.counts.fused += 1
+    target = frame.handle.counts.add_loss(target)
     for listener in frame.handle.before_loss:
         listener()
     job = LossJob(logits, target, arguments)
@@ -84,17 +84,17 @@ class LossJob:
                 why = found
             else:
                 anchor = found[0]
-                return self._done(self._with_weight(hidden, *found, width), hidden, anchor)
+                return self._done(self._with_weight(hidden, *found), hidden, anchor)
         frame.handle.use_module(why)
         return self._done(self._projected(hidden, self._module_call(), frame.handle.config.loss_strategy), hidden, None)
 
-    def _with_weight(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> LossOutput:
+    def _with_weight(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LossOutput:
         config = self.frame.handle.config
-        normal = normalise(self.steps, width)
+        normal = normalise(self.steps)
         if normal is None:
             strategy = self.frame.handle.replaying(self.steps)
             return self._projected(hidden, lambda rows: F.linear(rows, weight, bias), strategy)
-        hidden, weight, bias = _moved(normal, hidden, weight, bias)
+        hidden, weight, bias = normal.layer(hidden, weight, bias)
         return linear_cross_entropy_stats(
             hidden, weight, self.target, strategy=config.loss_strategy, options=config.loss_options, bias=bias,
             logit_scale=normal.scale, softcap=normal.softcap, **self.arguments,
@@ -127,20 +127,6 @@ class LossJob:
         if self.frame.handle.after_loss_backward:
             _tell_when_backward_is_done(self.frame, output.loss, hidden, weight)
         return output.loss
-
-
-def _moved(
-    normal: Normal, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Columns taken from the weight, and 0-d tensor factors put on what is linear in them."""
-    if normal.columns is not None:
-        weight = weight[slice(*normal.columns)]
-        bias = None if bias is None else bias[slice(*normal.columns)]
-    for name, factor in normal.factors:
-        hidden = hidden * factor if name == "mul" else hidden / factor
-        if bias is not None:
-            bias = bias * factor if name == "mul" else bias / factor
-    return hidden, weight, bias
 
 
 def _arguments(frame: Frame, call: CrossEntropyCall, vocab: int) -> dict[str, Any]:

@@ -210,6 +210,7 @@ class PatchHandle:
         self._remember(head.put_in_place())
         return head
 
+    @torch.compiler.disable
     def materialised(self, why: str) -> None:
         """Count real logits, and say why, each reason once."""
         self.counts.materialised += 1

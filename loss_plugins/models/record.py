@@ -11,8 +11,11 @@ from torch import Tensor
 
 
 class Step(NamedTuple):
-    """One recorded operation: ``mul`` or ``div`` by a number or 0-d tensor, ``tanh``, ``cast`` to a type, or ``columns``
-    (start, stop) of the vocabulary."""
+    """One recorded operation.
+
+    ``mul`` or ``div`` by a number or 0-d tensor, ``add`` of a vector over the vocabulary, ``tanh``, ``cast`` to a type, or
+    ``columns`` (start, stop) of the vocabulary.
+    """
 
     name: str
     value: Any = None
@@ -20,54 +23,61 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Normal:
-    """Recorded steps as a strategy takes them: ``softcap * tanh(scale * z / softcap)`` on some columns, with tensor factors
-    moved into the hidden states."""
+    """Recorded steps as a strategy takes them: ``softcap * tanh(scale * z / softcap)``, where ``z`` are the logits of a
+    linear layer that differs from the head by ``linear`` steps: ``columns``, ``mul`` and ``div`` by tensors, ``add``."""
 
     scale: float = 1.0
     softcap: float | None = None
-    factors: tuple[Step, ...] = ()
-    columns: tuple[int, int] | None = None
+    linear: tuple[Step, ...] = ()
+
+    def layer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias of that layer, shapes ``[N, H]``, ``[V, H]`` and ``[V]``, differentiably."""
+        for name, value in self.linear:
+            if name == "columns":
+                weight = weight[slice(*value)]
+                bias = None if bias is None else bias[slice(*value)]
+            elif name == "add":
+                bias = value if bias is None else bias + value
+            else:
+                hidden = hidden * value if name == "mul" else hidden / value
+                if bias is not None:
+                    bias = bias * value if name == "mul" else bias / value
+        return hidden, weight, bias
 
 
-def normalise(steps: tuple[Step, ...], vocab: int) -> Normal | None:
-    """The normal form of ``steps`` over ``vocab`` columns, or None where only replaying them one by one is exact.
+def normalise(steps: tuple[Step, ...]) -> Normal | None:
+    """The normal form of ``steps``, or None where only replaying them one by one is exact.
 
     tanh is odd, so ``m * tanh(s * z)`` has a normal form for every m but 0. Casts are left out: strategies compute in
     float32 or wider.
     """
     up, down, cap = 1.0, 1.0, None
-    factors: list[Step] = []
-    start, stop = 0, vocab
-    for step in steps:
-        if step.name == "cast":
-            continue
-        if step.name == "columns":
-            start, stop = start + step.value[0], start + step.value[1]
-        elif step.name == "tanh":
+    linear: list[Step] = []
+    for name, value in steps:
+        if name == "columns":
+            linear.append(Step(name, value))
+        elif name == "tanh":
             if cap is not None:
                 return None
             cap = 1.0
-        elif isinstance(step.value, Tensor):
-            if cap is not None:
+        elif isinstance(value, Tensor):
+            if cap is not None or not up:
                 return None
-            factors.append(step)
-        elif cap is not None:
-            cap = cap * step.value if step.name == "mul" else (cap / step.value if step.value else math.nan)
-        elif step.name == "mul":
-            up *= step.value
-        else:
-            down *= step.value
-    columns = None if (start, stop) == (0, vocab) else (start, stop)
-    if cap is None:
-        scale = up / down if down else math.nan
-    else:
-        # tanh(up/down * z) * cap, written as the strategies write it; cap first, so that a cap's own division cancels
-        scale = up * cap / down if down else math.nan
+            # what is added after a number was multiplied is added before, divided by it
+            linear.append(Step(name, value.reshape(-1) * (down / up)) if name == "add" else Step(name, value))
+        elif name == "div" and not value:
+            return None
+        elif cap is not None and name != "cast":
+            cap = cap * value if name == "mul" else cap / value
+        elif name == "mul":
+            up *= value
+        elif name == "div":
+            down *= value
+    # cap before down: a softcap written as z / c, tanh, * c then has a scale of exactly 1
+    scale = up / down if cap is None else up * cap / down
     if not math.isfinite(scale) or (cap is not None and (not math.isfinite(cap) or cap == 0)):
         return None
-    if cap is not None and cap < 0:
-        cap = -cap
-    return Normal(scale, cap, tuple(factors), columns)
+    return Normal(scale, None if cap is None else abs(cap), tuple(linear))
 
 
 def replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
@@ -75,10 +85,9 @@ def replay(logits: Tensor, steps: tuple[Step, ...]) -> Tensor:
     if logits.dtype.itemsize < 4:
         logits = logits.float()
     for step in steps:
-        if step.name == "cast":
-            if step.value.itemsize > logits.dtype.itemsize:
-                logits = logits.to(step.value)
-        else:
+        if step.name == "add":
+            logits = logits + step.value.reshape(-1)
+        elif step.name != "cast" or step.value.itemsize > logits.dtype.itemsize:
             logits = apply(logits, step)
     return logits
 
@@ -89,6 +98,8 @@ def apply(tensor: Tensor, step: Step) -> Tensor:
         return tensor * step.value
     if step.name == "div":
         return tensor / step.value
+    if step.name == "add":
+        return tensor + step.value
     if step.name == "tanh":
         return torch.tanh(tensor)
     if step.name == "cast":

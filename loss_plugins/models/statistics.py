@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import weakref
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 SUMS = ("valid", "total", "accuracy", "entropy", "dropped")
 
+_keys = itertools.count()
+_counted: weakref.WeakValueDictionary[int, Counts] = weakref.WeakValueDictionary()
 
-@dataclass
+
+@dataclass(eq=False)
 class Counts:
     """What a patched model did so far.
 
@@ -23,6 +28,32 @@ class Counts:
     deferred: int = 0
     fused: int = 0
     materialised: int = 0
+    key: int = field(default_factory=lambda: next(_keys), repr=False)
+
+    def __post_init__(self) -> None:
+        _counted[self.key] = self
+
+    def add_loss(self, target: Tensor) -> Tensor:
+        """Count a loss and return its targets. In a compiled graph an opaque operator counts, at each run: an integer that
+        changes would have the graph compiled anew each time."""
+        if torch.compiler.is_compiling():
+            return _count_loss(target, self.key)
+        self.fused += 1
+        return target
+
+
+@torch.library.custom_op("loss_plugins::count_loss", mutates_args=())
+def _count_loss(target: Tensor, key: int) -> Tensor:
+    counts = _counted.get(key)
+    if counts is not None:
+        counts.deferred += 1
+        counts.fused += 1
+    return target.clone()
+
+
+@_count_loss.register_fake
+def _(target: Tensor, key: int) -> Tensor:
+    return torch.empty_like(target)
 
 
 class StatisticsBuffer:
@@ -52,12 +83,15 @@ class StatisticsBuffer:
     def pop(self) -> dict[str, float]:
         """Means over the valid tokens since the last call, and ``valid_fraction``; empty if there was no loss. The only
         place that waits for the device."""
-        sums, self._sums = self._sums, {}
-        if not sums:
+        if not self._sums:
             return {}
-        rows = [vector.tolist() for vector in sums.values()]
+        rows = [vector.tolist() for vector in self._sums.values()]
+        # zeros stay, and not nothing, so that a compiled graph goes on finding what it found
+        self._sums = {device: torch.zeros_like(vector) for device, vector in self._sums.items()}
         total = dict(zip(SUMS, (sum(column) for column in zip(*rows, strict=True)), strict=True))
-        read = {"valid_fraction": total["valid"] / total["total"] if total["total"] else 0.0}
+        if not total.get("total"):
+            return {}
+        read = {"valid_fraction": total["valid"] / total["total"]}
         for name in self.names:
             read[name] = total[name] / total["valid"] if total["valid"] else float("nan")
         return read
