@@ -48,7 +48,7 @@ class DeferredLogits:
     ) -> None:
         self.frame, self.hidden, self.vocab, self.dtype, self.steps = frame, hidden, vocab, dtype, steps
         self.parent, self.derive, self.detached = parent, derive, detached
-        self.version = _version(hidden) if parent is None else parent.version
+        self.version: int | None = _version(hidden) if parent is None else parent.version
         self.source: Tensor = hidden if parent is None else parent.source
         self.real: Tensor | None = None
         if parent is not None and parent.is_real():

@@ -156,7 +156,7 @@ def whole(tensor: Any) -> Any:
 
 def _core(outer: nn.Module) -> nn.Module:
     """What ``outer`` hands its arguments on to, as far as that is certain."""
-    core = outer
+    core: Any = outer
     while True:
         inner = None
         if hasattr(core, "_fsdp_wrapped_module"):
@@ -171,7 +171,7 @@ def _core(outer: nn.Module) -> nn.Module:
         core = inner
 
 
-def _way(outer: nn.Module, core: nn.Module) -> tuple[Literal["weight", "module", "call"], str]:
+def _way(outer: nn.Module, core: Any) -> tuple[Literal["weight", "module", "call"], str]:
     cls = base_class(core)
     for module in {id(outer): outer, id(core): core}.values():
         foreign = _foreign_hook(module)

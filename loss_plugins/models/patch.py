@@ -85,9 +85,9 @@ def find_handle(model: nn.Module) -> PatchHandle | None:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside wrappers of torch.compile, DataParallel, DDP, FSDP, DeepSpeed and PEFT."""
     while True:
-        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        inner: Any = model.__dict__.get("_modules", {}).get("_orig_mod")
         if inner is None and hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
-            inner = model.get_base_model()
+            inner = model.get_base_model()  # type: ignore[operator]
         if inner is None and not hasattr(type(model), "get_output_embeddings"):
             inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module) or inner is model:
@@ -187,7 +187,7 @@ class PatchHandle:
             raise ConfigError(f"label_smoothing must be a number in [0, 1], got {label_smoothing!r}. Leave it out for none.")
         before = scopes()
         outer = next((scope for owner, scope in reversed(before) if owner is self), Scope())
-        given = {"token_weight": token_weight, "loss_only": loss_only, "label_smoothing": label_smoothing}
+        given: dict[str, Any] = {"token_weight": token_weight, "loss_only": loss_only, "label_smoothing": label_smoothing}
         scope = outer._replace(**{key: value for key, value in given.items() if value is not None})
         set_scopes((*before, (self, scope)))
         self.shared_scopes.append(scope)

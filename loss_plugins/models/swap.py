@@ -35,7 +35,7 @@ def base_class(module: nn.Module) -> Any:
 
 def swap(module: nn.Module, kind: Kind) -> None:
     """Change the class of ``module``."""
-    module.__class__ = subclass(kind, type(module))
+    module.__class__ = subclass(kind, type(module))  # type: ignore[arg-type]  # asks for an instance's hash
 
 
 def unswap(module: nn.Module) -> bool:
@@ -58,19 +58,21 @@ def subclass(kind: Kind, base: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": _reduce(kind, base),
         **(_model_members(base) if kind == "model" else _head_members(base)),
     }
-    return type(base)(base.__name__, (base,), members)
+    metaclass: type = type(base)
+    return metaclass(base.__name__, (base,), members)
 
 
 def rebuild(kind: Kind, base: type[nn.Module]) -> nn.Module:
     """An empty instance, for pickle and deepcopy."""
-    cls = subclass(kind, base)
+    cls = subclass(kind, base)  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 
 def _reduce(kind: Kind, base: type[nn.Module]) -> Callable[..., Any]:
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         reduced = base.__reduce_ex__(self, protocol)
-        if type(self) is not subclass(kind, base) or not isinstance(reduced, tuple):
+        ours = subclass(kind, base)  # type: ignore[arg-type]
+        if type(self) is not ours or not isinstance(reduced, tuple):
             return reduced
         return (rebuild, (kind, base), *reduced[2:])
 
