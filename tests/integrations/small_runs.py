@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
 from loss_plugins import LossPluginArguments
 
 VOCAB = 160
+STOCK_SMOOTHS_BY_COUNT = "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+"""Older Trainers take means of micro-batches when they smooth, so their curves depend on the accumulation."""
+
 STRATEGIES = ("naive", "chunked", "flce", "cce")
 
 
@@ -79,6 +84,11 @@ def run(
     )
     made.train()
     return made
+
+
+def count(trainer: Trainer, batch: dict[str, torch.Tensor]) -> Any:
+    """What this version's Trainer hands to the model as the number of tokens: with or without the first of each row."""
+    return trainer._get_num_items_in_batch([batch], torch.device("cpu"))
 
 
 def losses(trainer: Trainer) -> list[float]:

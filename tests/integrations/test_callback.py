@@ -11,7 +11,7 @@ import torch
 from small_runs import VOCAB, arguments, assert_same_curve, llama, logged, rows, run
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
-from loss_plugins import LossConfig, LossPluginCallback, patch_model
+from loss_plugins import LossConfig, LossPluginCallback, LossPluginTrainer, patch_model
 from loss_plugins.errors import ConfigError, PatchError, UnsupportedError
 
 
@@ -91,7 +91,7 @@ def test_label_smoothing_is_the_configs(tmp_path: Path) -> None:
         Trainer(llama(), arguments(tmp_path, label_smoothing_factor=0.1), callbacks=[LossPluginCallback("cce")])
     callback = LossPluginCallback(LossConfig("cce", loss_label_smoothing=0.1))
     ours = run(Trainer, tmp_path, trainer=with_callback(callback))
-    assert_same_curve(ours, run(Trainer, tmp_path, label_smoothing_factor=0.1))
+    assert_same_curve(ours, run(LossPluginTrainer, tmp_path, label_smoothing_factor=0.1))
 
 
 def test_labels_taken_by_compute_loss_func_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -147,7 +147,7 @@ def test_a_patched_model_is_used_as_it_is(tmp_path: Path) -> None:
     made = LossPluginTrainer(model, arguments(tmp_path), train_dataset=rows())
     assert made.loss_handle is handle
     made.train()
-    assert_same_curve(made, run(Trainer, tmp_path, label_smoothing_factor=0.2))
+    assert_same_curve(made, run(LossPluginTrainer, tmp_path, label_smoothing_factor=0.2))
     assert handle.counts.fused == 8
     same = LossPluginTrainer(model, arguments(tmp_path), loss_config=LossConfig("cce", loss_label_smoothing=0.2))
     assert same.loss_handle is handle
