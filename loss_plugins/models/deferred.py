@@ -4,7 +4,8 @@ A stand-in remembers the hidden states and what the model does to "its logits": 
 ``torch.nn.functional.cross_entropy`` meets it through ``__torch_function__`` and computes the loss without logits.
 Anything else makes the real logits, replays what was recorded, and goes on with those.
 
-It is no Tensor subclass, since torch.compile cannot trace one that refuses storage; so ``isinstance(x, Tensor)`` is False.
+It is no Tensor subclass, since torch.compile cannot trace one that refuses storage; so ``isinstance(x, Tensor)`` is
+False.
 """
 
 from __future__ import annotations
@@ -261,11 +262,12 @@ class DeferredLogits:
         return self.derive(self.parent.materialise(why))
 
     def check_hidden(self) -> None:
-        """Refuse to go on where the hidden states were written to after the head was called: the logits would differ."""
+        """Refuse to go on where the hidden states were written to after the head was called: the logits would
+        differ."""
         if self.version is not None and _version(self.source) != self.version:
             raise UnsupportedError(
-                "The model changed its hidden states in place between its head and its loss, and deferred logits would see "
-                "the change. Train it unpatched, or change that line to an out-of-place operation."
+                "The model changed its hidden states in place between its head and its loss, and deferred logits would "
+                "see the change. Train it unpatched, or change that line to an out-of-place operation."
             )
 
     def write(self, why: str) -> Tensor:
@@ -279,7 +281,8 @@ class DeferredLogits:
         self.write("__setitem__")[_real(index, "__setitem__")] = _real(value, "__setitem__")
 
     def _as_real(self, name: str) -> Callable[..., Any]:
-        """The Tensor method ``name`` of the real logits. In-place ones leave these deferred logits poisoned: real for good."""
+        """The Tensor method ``name`` of the real logits. In-place ones leave these deferred logits poisoned: real for
+        good."""
         if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
 
             def write(*args: Any, **kwargs: Any) -> DeferredLogits:
@@ -332,7 +335,8 @@ _READING = (
     "abs sub rsub rtruediv floordiv rfloordiv mod pow rpow neg matmul rmatmul eq ne lt le gt ge and or xor invert "
     "bool float int index contains array"
 )
-_IN_PLACE = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split())
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_IN_PLACE = frozenset(f"__i{name}__" for name in _OPERATORS)
 for _name in (*(f"__{word}__" for word in _READING.split()), *_IN_PLACE):
     setattr(DeferredLogits, _name, _special(_name))
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
@@ -353,7 +357,8 @@ def _same_device(asked: torch.device, own: torch.device) -> bool:
 
 
 def _token_index(index: Any, ndim: int, vocab: int) -> tuple[Any, tuple[int, int]] | None:
-    """``index`` as one of the hidden states and the columns of the vocabulary it keeps; None where it is no such thing."""
+    """``index`` as one of the hidden states and the columns of the vocabulary it keeps; None where it is no such
+    thing."""
     items = index if isinstance(index, tuple) else (index,)
     taken, ellipsis = 0, None
     for position, item in enumerate(items):

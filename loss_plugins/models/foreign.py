@@ -17,8 +17,8 @@ ADVICE = {
     "liger_kernel": "Load the model anew with use_liger_kernel=False, or with "
     "liger_kernel_config={'fused_linear_cross_entropy': False}; its other kernels may stay.",
     "cut_cross_entropy": "Load the model anew without cce_patch.",
-    "trl": "Patch a model that has not been given to an SFT, DPO or GRPO trainer of TRL, which computes its loss without "
-    "logits itself, or train with LossPluginTrainer.",
+    "trl": "Patch a model that has not been given to an SFT, DPO or GRPO trainer of TRL, which computes its loss "
+    "without logits itself, or train with LossPluginTrainer.",
 }
 
 

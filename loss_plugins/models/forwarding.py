@@ -28,7 +28,8 @@ def run_forward(model: nn.Module, base: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def run_call(model: nn.Module, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's ``__call__`` where somebody has put a ``forward`` on the instance, which then runs in place of ours."""
+    """The model's ``__call__`` where somebody has put a ``forward`` on the instance, which then runs in place of
+    ours."""
     handle = model.__dict__.get(HANDLE)
     if handle is not None:
         handle.notice_forward(model)
@@ -71,8 +72,8 @@ def run_head(head: nn.Module, base: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _job_past_instance_forward(head: nn.Module, job: Any, hidden: Tensor) -> Any:
-    """A forward on the instance would hand the job to the plain layer. accelerate's moves tensors and weights first, and
-    does so here too; tensor parallelism's splits the work over ranks, which the whole weight makes unnecessary."""
+    """A forward on the instance would hand the job to the plain layer. accelerate's moves tensors and weights first,
+    and does so here too; tensor parallelism's splits the work over ranks, which the whole weight makes unnecessary."""
     hook = head.__dict__.get("_hf_hook")
     if hook is None:
         return job.run(hidden)

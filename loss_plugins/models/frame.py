@@ -77,8 +77,9 @@ class Frame:
             asked = self.handle.extras(self.scope)
             if asked:
                 raise ConfigError(
-                    f"{', '.join(asked)} was asked for, but the forward of {type(self.model).__name__} computed its loss "
-                    "without F.cross_entropy on its head's logits, where it could have been added. Leave it out for this model."
+                    f"{', '.join(asked)} was asked for, but the forward of {type(self.model).__name__} computed its "
+                    "loss without F.cross_entropy on its head's logits, where it could have been added. Leave it out "
+                    "for this model."
                 )
         if records:
             output = self._scrubbed(output)
@@ -106,7 +107,11 @@ class Frame:
 
 
 def _has_loss(output: Any) -> bool:
-    loss = output.get("loss") if isinstance(output, dict) else (output[0] if isinstance(output, tuple) and output else None)
+    loss = None
+    if isinstance(output, dict):
+        loss = output.get("loss")
+    elif isinstance(output, tuple) and output:
+        loss = output[0]
     return isinstance(loss, Tensor) and loss.dim() == 0
 
 

@@ -25,8 +25,8 @@ class Head:
     Attributes:
         outer: What the model's forward calls.
         core: What does the work and is given the loss job: ``outer``, or what it hands its arguments on to.
-        way: ``weight``: a plain linear layer, whose weight a strategy can take. ``module``: its own forward is called on
-            chunks. ``call``: ``outer`` is called on chunks, hooks and all.
+        way: ``weight``: a plain linear layer, whose weight a strategy can take. ``module``: its own forward is called
+            on chunks. ``call``: ``outer`` is called on chunks, hooks and all.
         why: Why not ``weight``, for people; empty otherwise.
     """
 
@@ -119,8 +119,8 @@ def find_head(model: nn.Module) -> tuple[str, nn.Module]:
         if len(owners) > 1:
             listed = ", ".join(owner for owner, _ in owners.values())
             raise PatchError(
-                f"{name} has several sub-models with a head of their own ({listed}), so it is not clear whose logits the loss "
-                "takes. Patch the one that is trained: patch_model(model.<path>, ...)."
+                f"{name} has several sub-models with a head of their own ({listed}), so it is not clear whose logits "
+                "the loss takes. Patch the one that is trained: patch_model(model.<path>, ...)."
             )
         if not owners:
             raise PatchError(
@@ -131,8 +131,8 @@ def find_head(model: nn.Module) -> tuple[str, nn.Module]:
         path, head = next(iter(owners.values()))
     if isinstance(head, nn.ModuleList | nn.ModuleDict | nn.Sequential | nn.Embedding):
         raise PatchError(
-            f"The head of {name} is a {type(head).__name__}, and only a single module that maps hidden states to logits can "
-            "be patched. Call loss_plugins.linear_cross_entropy in your own loss instead."
+            f"The head of {name} is a {type(head).__name__}, and only a single module that maps hidden states to "
+            "logits can be patched. Call loss_plugins.linear_cross_entropy in your own loss instead."
         )
     return path, head
 

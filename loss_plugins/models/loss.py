@@ -135,13 +135,14 @@ def _arguments(frame: Frame, call: CrossEntropyCall, vocab: int) -> dict[str, An
     smoothing = config.loss_label_smoothing if scope.label_smoothing is None else scope.label_smoothing
     if smoothing and call.label_smoothing:
         raise ConfigError(
-            f"loss_label_smoothing={smoothing:g} was asked for, but the model's own loss smooths by {call.label_smoothing:g} "
-            "already. Leave one of them out."
+            f"loss_label_smoothing={smoothing:g} was asked for, but the model's own loss smooths by "
+            f"{call.label_smoothing:g} already. Leave one of them out."
         )
     class_weight = handle.class_weight(call.target.device)
     if class_weight is not None and call.weight is not None:
         raise ConfigError(
-            "loss_class_weight was asked for, but the model's own loss has a weight a class already. Leave one of them out."
+            "loss_class_weight was asked for, but the model's own loss has a weight a class already. Leave one of them "
+            "out."
         )
     if class_weight is not None and class_weight.shape[0] != vocab:
         raise ConfigError(

@@ -33,12 +33,12 @@ MODULE_STRATEGIES = ("chunked", "naive", "auto")
 def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] | None = None) -> PatchHandle:
     """Compute the loss of ``model`` with a strategy, whenever labels are given in training.
 
-    The model's own forward stays as it is. Only this instance changes: its class and its head's become subclasses of the
-    same names, and ``handle.undo()`` gives both their classes back. Parameters, buffers and state_dict keys stay.
+    The model's own forward stays as it is. Only this instance changes: its class and its head's become subclasses of
+    the same names, and ``handle.undo()`` gives both their classes back. Parameters, buffers and state_dict keys stay.
 
     Args:
-        model: A transformers model for causal or conditional generation. Wrappers of PEFT, DistributedDataParallel, FSDP
-            and torch.compile are looked through.
+        model: A transformers model for causal or conditional generation. Wrappers of PEFT, DistributedDataParallel,
+            FSDP and torch.compile are looked through.
         config: A strategy's name, a `LossConfig` or a mapping of its fields. Default: ``auto``.
 
     Raises:
@@ -52,8 +52,8 @@ def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] |
     existing = find_handle(model)
     if existing is not None:
         raise PatchError(
-            f"{name} is patched already, with loss_strategy {existing.config.loss_strategy!r}. Call undo() on that handle "
-            "first (find_handle(model) returns it), or go on using it."
+            f"{name} is patched already, with loss_strategy {existing.config.loss_strategy!r}. Call undo() on that "
+            "handle first (find_handle(model) returns it), or go on using it."
         )
     for place, forward in (("this model", model.__dict__.get("forward")), ("its class", base_class(model).forward)):
         package = foreign_forward(forward)
@@ -65,7 +65,8 @@ def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] |
     family = family_of(str(getattr(getattr(model, "config", None), "model_type", "")))
     if family is not None and family.status == "unsupported":
         raise PatchError(
-            f"{name} cannot be patched: {family.reason}. Call loss_plugins.linear_cross_entropy in your own loss instead."
+            f"{name} cannot be patched: {family.reason}. Call loss_plugins.linear_cross_entropy in your own loss "
+            "instead."
         )
     path, outer = find_head(model)
     head = Head.of(outer)
@@ -77,7 +78,8 @@ def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] |
 
 
 def find_handle(model: nn.Module) -> PatchHandle | None:
-    """The handle of a patched model, through the wrappers that `patch_model` looks through; None if it is not patched."""
+    """The handle of a patched model, through the wrappers that `patch_model` looks through; None if it is not
+    patched."""
     handle = unwrapped(model).__dict__.get(HANDLE)
     return handle if isinstance(handle, PatchHandle) and handle.active else None
 
@@ -134,8 +136,8 @@ class PatchHandle:
         left = [module for module in (self.model, *self._heads()) if not unswap(module)]
         if left:
             logger.warning(
-                "The patch of %s is off, but %s keeps a class that passes everything on: something (FSDP2) has put its own "
-                "class on top since. Undo before wrapping to get the classes back.",
+                "The patch of %s is off, but %s keeps a class that passes everything on: something (FSDP2) has put its "
+                "own class on top since. Undo before wrapping to get the classes back.",
                 base_class(self.model).__name__, " and ".join(type(module).__name__ for module in left),
             )
         self._swapped = []
@@ -163,7 +165,8 @@ class PatchHandle:
             lines.append(f"  {family.model_types[0]} ({family.status}): {family.note}")
         counts = self.counts
         lines.append(
-            f"  so far: {counts.deferred} deferred, {counts.fused} losses without logits, {counts.materialised} materialised"
+            f"  so far: {counts.deferred} deferred, {counts.fused} losses without logits, {counts.materialised} "
+            "materialised"
             + (f" ({'; '.join(self.materialised_by)})" if self.materialised_by else "")
         )
         return "\n".join(lines)
@@ -184,10 +187,16 @@ class PatchHandle:
             label_smoothing: In place of the configuration's.
         """
         if label_smoothing is not None and not 0 <= label_smoothing <= 1:
-            raise ConfigError(f"label_smoothing must be a number in [0, 1], got {label_smoothing!r}. Leave it out for none.")
+            raise ConfigError(
+                f"label_smoothing must be a number in [0, 1], got {label_smoothing!r}. Leave it out for none."
+            )
         before = scopes()
         outer = next((scope for owner, scope in reversed(before) if owner is self), Scope())
-        given: dict[str, Any] = {"token_weight": token_weight, "loss_only": loss_only, "label_smoothing": label_smoothing}
+        given: dict[str, Any] = {
+            "token_weight": token_weight,
+            "loss_only": loss_only,
+            "label_smoothing": label_smoothing,
+        }
         scope = outer._replace(**{key: value for key, value in given.items() if value is not None})
         set_scopes((*before, (self, scope)))
         self.shared_scopes.append(scope)
@@ -204,7 +213,8 @@ class PatchHandle:
         outer = self._outer(model)
         if outer is None:
             raise PatchError(
-                f"{base_class(model).__name__} had a head when it was patched and has none now. Undo the patch, or patch again."
+                f"{base_class(model).__name__} had a head when it was patched and has none now. Undo the patch, or "
+                "patch again."
             )
         head = Head.of(outer)
         self._remember(head.put_in_place())
@@ -217,7 +227,8 @@ class PatchHandle:
         if why not in self.materialised_by:
             self.materialised_by.append(why)
             logger.warning(
-                "%s needs its real logits for %r: they were computed, and the result is exact, but their memory is not saved.",
+                "%s needs its real logits for %r: they were computed, and the result is exact, but their memory is not "
+                "saved.",
                 base_class(self.model).__name__, why,
             )
 
@@ -257,7 +268,8 @@ class PatchHandle:
         if self.config.loss_class_weight is None:
             return None
         if device not in self._class_weights:
-            self._class_weights[device] = torch.tensor(self.config.loss_class_weight, dtype=torch.float32, device=device)
+            given = self.config.loss_class_weight
+            self._class_weights[device] = torch.tensor(given, dtype=torch.float32, device=device)
         return self._class_weights[device]
 
     def extras(self, scope: Scope) -> list[str]:
@@ -307,10 +319,10 @@ class PatchHandle:
         module_reason = strategy.check(replace(problem, module=True), profile, parsed)
         if module_reason is None or module_reason == strategy.check(problem, profile, parsed):
             return
+        plain = "leave lm_head out of the adapter's target_modules" if "PEFT" in why else "give the model a plain head"
         raise UnsupportedError(
             f"loss_strategy {name!r} needs the head's weight, but on {base_class(self.model).__name__} {why}. "
-            "Use loss_strategy 'chunked', which calls the head as it is and is exact; or "
-            + ("leave lm_head out of the adapter's target_modules." if "PEFT" in why else "give the model a plain linear head.")
+            f"Use loss_strategy 'chunked', which calls the head as it is and is exact; or {plain}."
         )
 
     def _fields(self) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from torch import Tensor
 class Step(NamedTuple):
     """One recorded operation.
 
-    ``mul`` or ``div`` by a number or 0-d tensor, ``add`` of a vector over the vocabulary, ``tanh``, ``cast`` to a type, or
-    ``columns`` (start, stop) of the vocabulary.
+    ``mul`` or ``div`` by a number or 0-d tensor, ``add`` of a vector over the vocabulary, ``tanh``, ``cast`` to a type,
+    or ``columns`` (start, stop) of the vocabulary.
     """
 
     name: str
@@ -24,7 +24,8 @@ class Step(NamedTuple):
 @dataclass(frozen=True)
 class Normal:
     """Recorded steps as a strategy takes them: ``softcap * tanh(scale * z / softcap)``, where ``z`` are the logits of a
-    linear layer that differs from the head by ``linear`` steps: ``columns``, ``mul`` and ``div`` by tensors, ``add``."""
+    linear layer that differs from the head by ``linear`` steps: ``columns``, ``mul`` and ``div`` by tensors,
+    ``add``."""
 
     scale: float = 1.0
     softcap: float | None = None

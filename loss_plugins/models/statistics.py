@@ -34,8 +34,8 @@ class Counts:
         _counted[self.key] = self
 
     def add_loss(self, target: Tensor) -> Tensor:
-        """Count a loss and return its targets. In a compiled graph an opaque operator counts, at each run: an integer that
-        changes would have the graph compiled anew each time."""
+        """Count a loss and return its targets. In a compiled graph an opaque operator counts, at each run: an integer
+        that changes would have the graph compiled anew each time."""
         if torch.compiler.is_compiling():
             return _count_loss(target, self.key)
         self.fused += 1

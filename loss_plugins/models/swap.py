@@ -1,7 +1,8 @@
 """Same-named subclasses that a patched model and its head become instances of.
 
 A module keeps its identity, parameters, hooks and ``__dict__``; only its class changes. Unlike a ``forward`` put on the
-instance, that survives deepcopy, pickling, DataParallel replicas and wrappers, and others who set ``forward`` can be seen.
+instance, that survives deepcopy, pickling, DataParallel replicas and wrappers, and others who set ``forward`` can be
+seen.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ def aligned_token_weight(weight: Tensor, labels: Tensor | None, target: Tensor, 
         target: What the model's loss was given, shape ``[N]``.
 
     Returns:
-        Shape ``[N]``. On an accelerator, where looking would make the host wait, NaN if no shift that is known turns the
-        labels into these targets: never a loss with weights on the wrong tokens.
+        Shape ``[N]``. On an accelerator, where looking would make the host wait, NaN if no shift that is known turns
+        the labels into these targets: never a loss with weights on the wrong tokens.
 
     Raises:
         ConfigError: shapes that do not belong together; on a CPU also targets that are no known shift of the labels.
@@ -28,7 +28,8 @@ def aligned_token_weight(weight: Tensor, labels: Tensor | None, target: Tensor, 
         given = "none were given" if labels is None else f"they have shape {tuple(labels.shape)}"
         raise ConfigError(
             f"token_weight of shape {tuple(weight.shape)} needs labels of the same shape, and {given}. "
-            "Give one weight a label; under DataParallel weights are not split over devices, so use DistributedDataParallel."
+            "Give one weight a label; under DataParallel weights are not split over devices, so use "
+            "DistributedDataParallel."
         )
     labels, weight = labels.to(target.device), weight.to(target.device)
     candidates = [
@@ -46,8 +47,9 @@ def aligned_token_weight(weight: Tensor, labels: Tensor | None, target: Tensor, 
     if not fitting:
         raise ConfigError(
             f"token_weight was given for labels of shape {tuple(labels.shape)}, but the model computed its loss on "
-            f"{target.numel()} targets that are neither these labels nor these shifted by one, so it is not known which "
-            "weight belongs to which. Leave token_weight out, or set the labels of unwanted tokens to ignore_index."
+            f"{target.numel()} targets that are neither these labels nor these shifted by one, so it is not known "
+            "which weight belongs to which. Leave token_weight out, or set the labels of unwanted tokens to "
+            "ignore_index."
         )
     result = torch.full_like(fitting[0][1], torch.nan, dtype=torch.promote_types(weight.dtype, torch.float32))
     for shifted, moved in reversed(fitting):

@@ -20,6 +20,8 @@ def test_loss_and_gradients_equal_stock(name: str, items: int | None) -> None:
     inputs = batch(name)
     if items is not None:
         inputs["num_items_in_batch"] = torch.tensor(items)
+    if name == "mixtral":
+        inputs.pop("attention_mask")  # its router loss mixes float32 masks with float64
     with all_double():
         expected, expected_gradients = step(stock, inputs)
         for strategy in STRATEGIES:
