@@ -20,8 +20,7 @@ def fresh_dynamo() -> Any:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("strategy", ["naive", "chunked", "flce", "cce"])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(("name", "strategy"), [("llama", "chunked"), ("llama", "flce"), ("gemma2", "cce")])
 def test_no_more_graph_breaks_than_stock(name: str, strategy: str) -> None:
     model, stock = twins(name, dtype=torch.float32)
     patch_model(model, strategy)
@@ -38,7 +37,7 @@ def test_compiled_equals_stock_and_compiles_twice_at_most(strategy: str) -> None
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     expected, expected_gradients = step(stock, batch())
-    for i in range(6):
+    for i in range(5):
         output, gradients = step(compiled, batch())
         if i == 3:
             handle.statistics.pop()
@@ -48,7 +47,7 @@ def test_compiled_equals_stock_and_compiles_twice_at_most(strategy: str) -> None
     )
     assert output.logits is None
     assert counter.frame_count <= 2
-    assert (handle.counts.deferred, handle.counts.fused, handle.counts.materialised) == (6, 6, 0)
+    assert (handle.counts.deferred, handle.counts.fused, handle.counts.materialised) == (5, 5, 0)
     assert handle.statistics.pop().keys() == {"accuracy", "valid_fraction"}
     assert find_handle(compiled) is handle
 

@@ -1,0 +1,48 @@
+"""Heads that FSDP, DDP and tensor parallelism hold: two CPU processes get the loss and gradients of one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+CASES = [
+    f"{place} {strategy}"
+    for place in (
+        "fsdp2 root", "fsdp2 own", "fsdp2 own late", "fsdp1 root", "fsdp1 own", "fsdp1 own late", "ddp", "tp",
+    )
+    for strategy in ("cce", "flce", "chunked")
+] + ["fsdp2 tied", "fsdp2 bf16", "ddp empty"]  # fmt: skip
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "sharded_worker.py",
+        str(folder),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=500)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {line["case"]: line for line in lines}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_process(case: str, results: dict[str, Any]) -> None:
+    result = results[case]
+    assert "error" not in result, result
+    assert result["fused"] == 2
+    assert result["materialised"] == 0
+    assert result["keys"]
+    assert result["size"] > 1e-2
+    loss, gradient = (1e-2, 1e-2) if "bf16" in case else (1e-10, 1e-10)
+    assert result["loss"] < loss
+    assert result["gradient"] < gradient
