@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,13 @@ def train(
 
 @contextmanager
 def _said_aloud() -> Iterator[None]:
-    """This package's messages on stderr while the job runs: what was read, what auto chose, what was left out."""
+    """This package's messages on stderr while the job runs: what was read, what auto chose, what was left out.
+
+    What was patched is not among them: the table says it shorter.
+    """
     logger, handler = logging.getLogger("loss_plugins"), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or ".models." not in record.name)
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
@@ -60,11 +64,10 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
     columns = ("strategy", "final loss", "tokens/s", "peak of the loss step", "kernels")
     rows = []
     for name, result in results.items():
-        chosen = result["strategy"]
         peak, speed = result["loss_peak_bytes"], result["tokens_per_s"]
         rows.append(
             (
-                name if chosen == name or not chosen else f"{name} ({chosen})",
+                name,
                 f"{result['final_loss']:.4f}",
                 "-" if not speed else f"{speed:,.0f}",
                 "-" if not peak else human_bytes(peak),
@@ -78,5 +81,12 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
         typer.echo(f"Largest distance between the loss curves at any step: {max(far):.1e}")
 
 
-def _kernels(kernels: Any) -> str:
-    return kernels if isinstance(kernels, str) else ", ".join(kernels or ())
+def _kernels(names: Iterable[str]) -> str:
+    """``torch.linear_ce_forward, torch.linear_ce_backward`` as ``torch: linear_ce_forward, linear_ce_backward``."""
+    by_backend: dict[str, list[str]] = {}
+    for name in names:
+        backend, _, entry = name.partition(".")
+        by_backend.setdefault(backend, []).extend([entry] if entry else [])
+    return "; ".join(
+        f"{backend}: {', '.join(entries)}" if entries else backend for backend, entries in by_backend.items()
+    )

@@ -13,12 +13,22 @@ from ...errors import ConfigError
 CORPORA = ("python_stdlib",)
 END_OF_TEXT = "<|endoftext|>"
 
-# not the library's own prose: its test data, what others installed, and generated tables of code points
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
+# not the library's own prose: its test data, what others installed, and generated tables
+_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 
 
 def read_corpus(name: str, megabytes: float) -> list[tuple[str, str]]:
-    """(file, text) of the corpus, in one order on every machine with the same Python, up to about ``megabytes``.
+    """(file, text) of the corpus, in one order on every machine with the same Python, up to ``megabytes``.
 
     Raises:
         ConfigError: this Python came without its sources.
@@ -33,7 +43,7 @@ def read_corpus(name: str, megabytes: float) -> list[tuple[str, str]]:
             continue
         if not text.strip():
             continue
-        documents.append((path.relative_to(library).as_posix(), text))
+        documents.append((path.relative_to(library).as_posix(), text[:left]))
         left -= len(text)
         if left <= 0:
             break

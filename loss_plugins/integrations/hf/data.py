@@ -173,10 +173,10 @@ def _read_txt(path: Path) -> Iterator[Row]:
                 start = start if held else number
                 held.append(line)
             elif held:
-                yield Row(f"{path} line {start}", {"text": "".join(held)})
+                yield Row(f"{path} line {start}", {"text": "".join(held).rstrip("\n")})
                 held = []
     if held:
-        yield Row(f"{path} line {start}", {"text": "".join(held)})
+        yield Row(f"{path} line {start}", {"text": "".join(held).rstrip("\n")})
 
 
 def text_of(row: Row) -> str:

@@ -70,6 +70,7 @@ class _Material(NamedTuple):
     fingerprint: str | None  # of a tokenizer trained here
     train: list[dict[str, Tensor]]
     evaluation: list[dict[str, Tensor]] | None
+    kernels: dict[str, str]  # strategy -> which would run, for those that launch none of the package's own
 
 
 def run(args: LossPluginArguments, model: ModelArguments, data: DataArguments, job: JobArguments) -> Outcome:
@@ -128,8 +129,9 @@ def _prepare(args: LossPluginArguments, model: ModelArguments, data: DataArgumen
     size = _size(args, data, config)
     problem = Problem(size["rows"], size["hidden"], size["vocab"], dtype=getattr(torch, DTYPES[model.dtype]))
     profile = DeviceProfile.probe(args.device)
-    for name in names:  # misspelt names and options, before the data is read
-        select(name, args.loss_config().loss_options, problem, profile)
+    # misspelt names and options are refused here, before the data is read
+    options = args.loss_config().loss_options
+    plans = {name: select(name, options, problem, profile) for name in names}
     if data.embedded_corpus is not None:
         rows = [Row(file, {"text": text}) for file, text in read_corpus(data.embedded_corpus, data.corpus_mb)]
     else:
@@ -142,7 +144,8 @@ def _prepare(args: LossPluginArguments, model: ModelArguments, data: DataArgumen
     train = encode_all(rows, tokenizer, data)
     logger.info("Training on %d sequences of at most %d tokens.", len(train), data.max_length)
     evaluation = None if data.eval_file is None else encode_all(read_rows(data.eval_file), tokenizer, data)
-    return _Material(config, tokenizer, fingerprint, train, evaluation)
+    kernels = {name: plan.strategy.kernels(profile, plan.options) for name, plan in plans.items()}
+    return _Material(config, tokenizer, fingerprint, train, evaluation, kernels)
 
 
 def _train(
@@ -186,7 +189,9 @@ def _train(
         "final_loss": logged[-1][1] if logged else done.training_loss,
         "losses": [loss for _, loss in logged],
         "steps": [step for step, _ in logged],
-        **{key: report[key] for key in ("tokens_per_s", "loss_peak_bytes", "kernels", "strategy")},
+        "tokens_per_s": report["tokens_per_s"],
+        "loss_peak_bytes": report["loss_peak_bytes"],
+        "kernels": list(report["kernels"]) or [material.kernels[str(report["strategy"])]],
     }
     if material.evaluation is not None:
         result["eval_loss"] = trainer.evaluate()["eval_loss"]

@@ -224,8 +224,12 @@ def load_model(args: ModelArguments, config: Any) -> Any:
     if args.attn_implementation is not None:
         options["attn_implementation"] = args.attn_implementation
     if args.model_name_or_path is not None:
+        if args.model_name_or_path.endswith(".gguf"):
+            options |= _plain_weights()
         load = AutoModelForCausalLM.from_pretrained
         model = _pretrained(load, "model_name_or_path", args.model_name_or_path, **options)
+        if args.model_name_or_path.endswith(".gguf") and getattr(model, "hf_quantizer", None) is not None:
+            model.hf_quantizer.remove_quantization_config(model)  # its weights are plain: they train and are saved
     else:
         try:
             model = AutoModelForCausalLM.from_config(config, **options)
@@ -234,6 +238,15 @@ def load_model(args: ModelArguments, config: Any) -> Any:
                 f"model_config describes no model that can be built: {one_line(error)}. Correct it."
             ) from error
     return model if args.lora_r is None else _with_lora(model, args)
+
+
+def _plain_weights() -> dict[str, Any]:
+    """What asks for a GGUF file's weights as plain ones. Releases without `GgufConfig` give nothing else."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def _with_lora(model: Any, args: ModelArguments) -> Any:

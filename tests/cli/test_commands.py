@@ -1,0 +1,103 @@
+"""The commands that compute nothing: strategies, plan, estimate, env."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from tiny_job import Job
+
+import loss_plugins
+from loss_plugins.device import DeviceProfile
+from loss_plugins.strategies import STRATEGIES, Problem, select
+
+
+def test_help_names_every_command_and_imports_nothing_heavy(invoke: Any) -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for command in ("train", "strategies", "plan", "estimate", "env"):
+        assert command in result.output
+    code = "import sys, loss_plugins.cli.main; sys.exit(bool({'torch', 'transformers', 'yaml'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_version(invoke: Any) -> None:
+    assert invoke("--version").output.strip() == loss_plugins.__version__
+
+
+def test_an_unknown_command_is_a_usage_error(invoke: Any) -> None:
+    result = invoke("trian")
+    assert result.exit_code == 2
+    assert "train" in result.output
+
+
+def test_strategies_lists_every_one_with_its_options(invoke: Any) -> None:
+    found = json.loads(invoke("strategies", "--json").output)
+    assert [entry["name"] for entry in found] == STRATEGIES.names()
+    table = invoke("strategies").output
+    for entry in found:
+        assert entry["summary"]
+        assert entry["name"] in table
+        for option in entry["options"]:
+            assert option["help"], f"{entry['name']}.{option['name']} has no help"
+            assert option["name"] in table
+
+
+@pytest.mark.parametrize(("rows", "vocab", "chosen"), [(64, 1000, "naive"), (8192, 128256, "flce")])
+def test_plan_says_what_auto_would_choose(invoke: Any, rows: int, vocab: int, chosen: str) -> None:
+    words = ["plan", "--rows", str(rows), "--hidden", "64", "--vocab", str(vocab), "--device", "cpu"]
+    found = json.loads(invoke(*words, "--json").output)
+    assert found["chosen"] == chosen
+    problem, profile = Problem(rows, 64, vocab, dtype=torch.bfloat16), DeviceProfile.probe("cpu")
+    for entry in found["strategies"]:
+        plan = select(entry["strategy"], None, problem, profile)
+        assert entry["peak_bytes"] == plan.strategy.peak_bytes(problem, plan.options)
+    text = invoke(*words).output
+    assert f"auto on cpu: {chosen}" in text
+    assert "100%" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--dtype", "bf17"], "Did you mean 'bf16'?"),
+        (["--device", "gpu"], "Unknown device 'gpu'"),
+        (["--device", "xpu"], "this machine has only"),
+    ],
+)
+def test_plan_refuses_what_it_does_not_know(invoke: Any, words: list[str], what: str) -> None:
+    result = invoke("plan", "--rows", "8", "--hidden", "8", "--vocab", "8", *words)
+    assert result.exit_code == 2
+    assert what in result.stderr
+    assert invoke("plan", "--rows", "0", "--hidden", "8", "--vocab", "8").exit_code == 2
+
+
+def test_estimate_reads_a_job_and_a_models_folder(job: Job, invoke: Any) -> None:
+    import transformers
+
+    job.run("--help")  # writes the YAML
+    words = ["--batch", "4", "--seq", "16", "--dtype", "fp32", "--device", "cpu", "--json"]
+    of_job = json.loads(invoke("estimate", str(job.yaml), *words).output)
+    assert (of_job["rows"], of_job["hidden"], of_job["vocab"]) == (64, 32, 320)
+    settings = {key: value for key, value in job.keys["model_config"].items() if key != "model_type"}
+    transformers.LlamaConfig(**settings).save_pretrained(job.folder / "model")  # no weights: none are read
+    assert json.loads(invoke("estimate", str(job.folder / "model"), *words).output) == of_job
+    assert "4 x 16 tokens, hidden 32, vocabulary 320" in invoke("estimate", str(job.yaml), *words[:-1]).output
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "nowhere.yaml"])
+def test_estimate_refuses_what_is_not_there(invoke: Any, name: str) -> None:
+    result = invoke("estimate", name, "--batch", "1", "--seq", "8")
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
+
+
+def test_env_has_what_a_bug_report_needs(invoke: Any) -> None:
+    found = json.loads(invoke("env", "--json").output)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["device"]["kind"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert found["versions"]["transformers"] in invoke("env").output

@@ -1,0 +1,183 @@
+"""``loss-plugins train`` end to end on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_job import MODEL, POEM, Job, write_jsonl
+
+from loss_plugins.strategies import STRATEGIES
+
+REPORTED = {"final_loss", "losses", "tokens_per_s", "loss_peak_bytes", "kernels"}
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES.names(), "auto"])
+def test_one_strategy_trains_and_reports(job: Job, strategy: str) -> None:
+    summary = job.done(loss_strategy=strategy)
+    (name,) = summary["strategies"]
+    result = summary["strategies"][name]
+    assert name == strategy
+    assert set(result) >= REPORTED
+    assert len(result["losses"]) == 2
+    assert result["final_loss"] == result["losses"][-1] < result["losses"][0] < 7
+    assert result["tokens_per_s"] > 0
+    assert result["loss_peak_bytes"] > 0
+    assert all(isinstance(kernel, str) for kernel in result["kernels"])
+    assert result["kernels"]
+    assert {"versions", "device", "date"} <= set(summary)
+
+
+def test_strategies_of_one_job_agree_and_are_compared(job: Job) -> None:
+    result = job.run(without=("loss_strategy",), strategies=["naive", "chunked", "flce", "cce"], max_steps=4)
+    assert result.exit_code == 0, result.output
+    results = json.loads((job.output / "summary.json").read_text())["strategies"]
+    assert list(results) == ["naive", "chunked", "flce", "cce"]
+    for name in results:
+        assert results[name]["losses"] == pytest.approx(results["naive"]["losses"], abs=1e-5)
+        assert name in result.stdout
+    assert len(set(results["naive"]["losses"])) == 4, "the curve of a model that does not train proves nothing"
+    for figure in ("loss.png", "memory.png"):
+        assert (job.output / figure).read_bytes().startswith(b"\x89PNG")
+        assert figure in result.stdout
+
+
+def test_a_seed_makes_a_run_repeatable_and_another_does_not(job: Job) -> None:
+    first = job.done()["strategies"]["naive"]["losses"]
+    assert job.done()["strategies"]["naive"]["losses"] == first
+    assert job.done(seed=7)["strategies"]["naive"]["losses"] != first
+
+
+def test_the_command_line_stands_over_the_file(job: Job) -> None:
+    words = ["--loss_strategy", "chunked", "--max-steps=3", "--loss_options", '{"workspace_mb": 1}']
+    results = job.done(*words)["strategies"]
+    assert list(results) == ["chunked"]
+    assert len(results["chunked"]["losses"]) == 3
+
+
+def test_a_strategy_on_the_command_line_stands_over_the_files_list(job: Job) -> None:
+    job.keys.pop("loss_strategy")
+    assert list(job.done("--loss_strategy", "cce", strategies=["naive", "flce"])["strategies"]) == ["cce"]
+    assert list(job.done("--strategies", "cce", "naive", strategies=["naive", "flce"])["strategies"]) == [
+        "cce",
+        "naive",
+    ]
+
+
+def test_a_dotted_option_replaces_one_entry(job: Job) -> None:
+    summary = job.done("--model_config.hidden_size", "16", "--model_config.num_hidden_layers", "1")
+    assert summary["problem"] == {"rows": 64, "hidden": 16, "vocab": 320}
+
+
+def _conversation(line: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": line[:10]}, {"role": "assistant", "content": line[10:]}]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("rows", ["text", "messages", "prompt"])
+def test_every_kind_of_row_trains(job: Job, tokenizer_folder: Path, rows: str, packing: bool) -> None:
+    shapes: dict[str, Any] = {
+        "text": [{"text": line} for line in POEM],
+        "messages": [{"messages": _conversation(line)} for line in POEM],
+        "prompt": [{"prompt": line[:10], "completion": line[10:]} for line in POEM],
+    }
+    file = write_jsonl(job.folder / "rows.jsonl", shapes[rows])
+    summary = job.done(train_file=str(file), packing=packing, tokenizer_name_or_path=str(tokenizer_folder))
+    losses = summary["strategies"]["naive"]["losses"]
+    assert all(0 < loss < 7 for loss in losses)
+
+
+def test_parquet_and_txt_give_what_jsonl_gives(job: Job, tokenizer_folder: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    job.keys["tokenizer_name_or_path"] = str(tokenizer_folder)
+    expected = job.done()["strategies"]["naive"]["losses"]
+    parquet.write_table(pyarrow.table({"text": POEM}), job.folder / "rows.parquet")
+    assert job.done(train_file=str(job.folder / "rows.parquet"))["strategies"]["naive"]["losses"] == expected
+    (job.folder / "rows.txt").write_text("\n\n\n".join(POEM))
+    assert job.done(train_file=str(job.folder / "rows.txt"))["strategies"]["naive"]["losses"] == expected
+
+
+def test_the_embedded_corpus_needs_no_file_and_its_tokenizer_is_kept(job: Job) -> None:
+    job.keys.pop("train_file")
+    keys = {"embedded_corpus": "python_stdlib", "corpus_mb": 0.05}
+    first = job.run(**keys)
+    assert first.exit_code == 0, first.output
+    assert "Trained a tokenizer of 300 entries" in first.stderr
+    again = job.run(**keys)
+    assert again.exit_code == 0, again.output
+    assert "Trained a tokenizer" not in again.stderr
+    other = job.run(**keys, model_config=MODEL | {"vocab_size": 310}, tokenizer_vocab_size=310)
+    assert "Trained a tokenizer of 310 entries" in other.stderr, "a kept tokenizer of another size was used"
+
+
+def test_an_eval_file_is_evaluated_at_the_end(job: Job) -> None:
+    assert 0 < job.done(eval_file=job.keys["train_file"])["strategies"]["naive"]["eval_loss"] < 7
+
+
+def _saved_model(job: Job, tokenizer_folder: Path) -> Path:
+    folder = job.folder / "model"
+    settings = {key: value for key, value in MODEL.items() if key != "model_type"}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    model.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer_folder).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["naive", "cce"])
+def test_a_local_model_is_fine_tuned_and_saved(job: Job, tokenizer_folder: Path, strategy: str) -> None:
+    folder = _saved_model(job, tokenizer_folder)
+    job.keys.pop("model_config")
+    job.done(model_name_or_path=str(folder), loss_strategy=strategy, save_strategy="steps")
+    before = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+    after = transformers.LlamaForCausalLM.from_pretrained(job.output).state_dict()
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before if "proj" in name)
+    assert transformers.AutoTokenizer.from_pretrained(job.output)("rose")["input_ids"]
+
+
+def test_lora_trains_adapters_and_nothing_else(job: Job, tokenizer_folder: Path) -> None:
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    folder = _saved_model(job, tokenizer_folder)
+    job.keys.pop("model_config")
+    keys = {"model_name_or_path": str(folder), "save_strategy": "steps", "lora_r": 4}
+    naive = job.done(**keys, lora_target_modules=["q_proj", "v_proj"])["strategies"]["naive"]
+    saved = load_file(job.output / "adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in saved} == {"q_proj", "v_proj"}
+    assert all(tensor.any() for name, tensor in saved.items() if "lora_B" in name), "lora_B starts at 0"
+    cce = job.done(**keys, lora_target_modules=["q_proj", "v_proj"], loss_strategy="cce")["strategies"]["cce"]
+    assert cce["losses"] == pytest.approx(naive["losses"], abs=1e-5)
+
+
+def test_a_run_goes_on_from_a_checkpoint(job: Job) -> None:
+    whole = job.done(max_steps=4, save_strategy="steps", save_steps=2)["strategies"]["naive"]["losses"]
+    job.keys["resume_from_checkpoint"] = str(job.output / "checkpoint-2")
+    assert job.done(max_steps=4)["strategies"]["naive"]["losses"] == pytest.approx(whole, abs=1e-6)
+
+
+def test_the_module_runs_as_a_program(job: Job) -> None:
+    assert job.run().exit_code == 0
+    command = [sys.executable, "-m", "loss_plugins", "train", str(job.yaml), "--max_steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=job.folder)
+    assert done.returncode == 0, done.stderr
+    assert "final loss" in done.stdout
+    assert "naive" in done.stdout
+    refused = subprocess.run([*command, "--max_stepz", "1"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.strip() == "Error: Unknown option '--max_stepz'. Did you mean 'max_steps'?"
+
+
+def test_help_stands_behind_a_file_too(job: Job) -> None:
+    result = job.run("--help")
+    assert result.exit_code == 0
+    assert "CONFIG.yaml" in result.output
+    assert not job.output.exists()
