@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from loss_plugins import LossConfig, LossPluginCallback, LossPluginTrainer, patch_model
 from loss_plugins.errors import ConfigError, PatchError, UnsupportedError
+from loss_plugins.integrations.hf import LossPluginMixin
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -122,9 +123,9 @@ def test_liger_applied_after_the_patch_is_refused(tmp_path: Path) -> None:
         made.train()
 
 
-def test_trl_that_computes_its_own_loss_is_refused(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl", minversion="1.15")
-    config = trl.SFTConfig(**arguments(tmp_path).to_dict() | {"max_length": None, "use_liger_kernel": False})
+def sft_trainer(kind: Any, folder: Path, **extra: Any) -> Any:
+    """A trainer of TRL's on the small rows."""
+    trl, datasets = pytest.importorskip("trl", minversion="1.15"), pytest.importorskip("datasets")
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -132,13 +133,20 @@ def test_trl_that_computes_its_own_loss_is_refused(tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
     )
-    datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(8)])
-    made = trl.SFTTrainer(
-        llama(), args=config, train_dataset=data, processing_class=tokenizer, callbacks=[LossPluginCallback("cce")]
-    )
+    config = trl.SFTConfig(**arguments(folder).to_dict() | {"max_length": None})
+    return kind(trl)(llama(), args=config, train_dataset=data, processing_class=tokenizer, **extra)
+
+
+def test_trl_that_computes_its_own_loss_is_refused(tmp_path: Path) -> None:
+    made = sft_trainer(lambda trl: trl.SFTTrainer, tmp_path, callbacks=[LossPluginCallback("cce")])
     with pytest.raises(UnsupportedError, match=r"TRL computes the loss .* no effect there.* LossPluginTrainer"):
         made.train()
+
+
+def test_mixin_on_trl_that_computes_its_own_loss_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"TRL computes the loss .* no effect there.* LossPluginTrainer"):
+        sft_trainer(lambda trl: type("Mine", (LossPluginMixin, trl.SFTTrainer), {}), tmp_path, loss_config="cce")
 
 
 def test_model_patched_otherwise_is_refused(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_evaluation_during_training_with_metrics(tmp_path: Path) -> None:
     stock = run(Trainer, tmp_path, trainer=trainer, **settings)
     ours = run(LossPluginTrainer, tmp_path, trainer=trainer, loss_strategy="flce", **settings)
     assert_same_curve(ours, stock)
+    assert ours.loss_report["hits"] == 8, "evaluations are not counted"
     assert logged(ours, "eval_acc") == logged(stock, "eval_acc")
     assert logged(ours, "eval_loss") == pytest.approx(logged(stock, "eval_loss"), abs=1e-5)
 
@@ -152,6 +153,18 @@ def test_bf16_autocast(tmp_path: Path) -> None:
         assert losses(ours)[0] == pytest.approx(losses(stock)[0], abs=2e-3), "stock rounds its logits to bf16"
         assert losses(ours) == pytest.approx(losses(stock), abs=2e-2)
         assert ours.loss_report["hits"] == 8
+
+
+def test_compiled_model(tmp_path: Path) -> None:
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "label_smoothing_factor": 0.1}
+    eager = run(LossPluginTrainer, tmp_path, loss_strategy="cce", label_smoothing_factor=0.1)
+    ours = run(LossPluginTrainer, tmp_path, loss_strategy="cce", trainer={"eval_dataset": rows(6)},
+               eval_strategy="steps",
+               eval_steps=2, **settings)  # fmt: skip
+    assert_same_curve(ours, eager)
+    assert ours.loss_report["hits"] == 8
+    assert ours.loss_report["materialised"] == 0
+    assert ours.evaluate()["eval_loss"] == pytest.approx(eager.evaluate(rows(6))["eval_loss"], abs=1e-5)
 
 
 def test_gradient_checkpointing(tmp_path: Path) -> None:

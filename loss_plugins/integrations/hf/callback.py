@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.trainer_utils import unwrap_peft_model
 
 from ...config import LossConfig
 from ...errors import PatchError
-from ...models.patch import PatchHandle, find_handle, patch_model
+from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
 from .monitor import PREFIX, LossMonitor, read_statistics, renewed
 from .refusals import refuse_foreign_forward, refuse_label_smoother, refuse_liger_loss
 
@@ -66,8 +65,7 @@ class LossPluginCallback(TrainerCallback):
     def _patch(self, args: Any, model: Any) -> PatchHandle:
         refuse_label_smoother(args)
         refuse_liger_loss(args)
-        base = unwrap_peft_model(model)
-        refuse_foreign_forward(base, type(self).__name__)
+        refuse_foreign_forward(unwrapped(model), type(self).__name__)
         handle = find_handle(model)
         if handle is not None and handle.config != self.loss_config:
             raise PatchError(

@@ -83,13 +83,16 @@ class LossMonitor:
         self._since: float | None = None
         self._tokens, self._seconds = 0, 0.0
         self._new_tokens, self._new_seconds, self._new_peak = 0, 0.0, 0
-        handle.before_loss.append(self._before_loss)
-        handle.after_loss_backward.append(self._after_loss_backward)
+        self._ended: tuple[int, int] | None = None
+        if measure:  # a compiled graph would break at listeners
+            handle.before_loss.append(self._before_loss)
+            handle.after_loss_backward.append(self._after_loss_backward)
         ops.forget_launches()
 
     def end(self) -> None:
-        """Training is over: nothing of this object stays with the model."""
+        """Training is over: nothing of this object stays with the model, and its numbers stay as they are."""
         self.pause()
+        self._ended = self.hits, self.materialised
         for hooks, mine in (
             (self.handle.before_loss, self._before_loss),
             (self.handle.after_loss_backward, self._after_loss_backward),
@@ -102,11 +105,15 @@ class LossMonitor:
     @property
     def hits(self) -> int:
         """Losses computed without logits."""
+        if self._ended is not None:
+            return self._ended[0]
         return self.handle.counts.fused - self._fused_before
 
     @property
     def materialised(self) -> int:
         """Times that logits were made after all."""
+        if self._ended is not None:
+            return self._ended[1]
         return self.handle.counts.materialised - self._materialised_before
 
     def check(self, causes: str) -> None:
@@ -120,6 +127,17 @@ class LossMonitor:
                 causes,
             )
         self._checked = True
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Around an evaluation: its time and its losses are not training's."""
+        self.pause()
+        fused, materialised = self.handle.counts.fused, self.handle.counts.materialised
+        try:
+            yield
+        finally:
+            self._fused_before += self.handle.counts.fused - fused
+            self._materialised_before += self.handle.counts.materialised - materialised
 
     # Memory
 

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from ...config import LossConfig
 from ...errors import PatchError, UnsupportedError
-from ...models.patch import PatchHandle, find_handle, patch_model
+from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
 from ...models.statistics import StatisticsBuffer
 from .arguments import LossPluginArguments, with_smoothing
 from .hints import memory_hint
@@ -83,6 +83,7 @@ class LossPluginMixin(_Base):
 
     def _loss_patch(self, model: torch.nn.Module) -> PatchHandle:
         wish = self._loss_config_asked_for()
+        refuse_foreign_forward(unwrapped(model), type(self).__name__)
         handle = find_handle(model)
         if handle is not None and wish is not None and not _agree(handle.config, wish):
             if handle is not self._loss_patched_here:
@@ -95,7 +96,6 @@ class LossPluginMixin(_Base):
         if handle is None:
             handle = self._loss_patched_here = patch_model(model, LossConfig() if wish is None else wish)
             self._loss_eval_statistics = None
-        refuse_foreign_forward(handle.model, type(self).__name__)
         factor = self.args.label_smoothing_factor if wish is None else wish.loss_label_smoothing
         self._loss_smoothing = with_smoothing(handle.config, factor).loss_label_smoothing
         return handle
@@ -191,8 +191,11 @@ class LossPluginMixin(_Base):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        assert self.loss_handle is not None
-        key = self.loss_handle.config.loss_token_weight_key
+        if self.loss_handle is not None:
+            config = self.loss_handle.config
+        else:  # a subclass prepares its data in `__init__`
+            config = self._loss_config_asked_for() or LossConfig()
+        key = config.loss_token_weight_key
         if key not in self._signature_columns:
             self._signature_columns.append(key)
 
@@ -218,12 +221,12 @@ class LossPluginMixin(_Base):
     ) -> Any:
         """Adds `{metric_key_prefix}_loss_plugins/token_accuracy` and the like for each of `loss_statistics`."""
         assert self.loss_handle is not None
-        if self._loss_monitor is not None:
-            self._loss_monitor.pause()
+        monitor = self._loss_monitor
         positions, self._loss_positions = self._loss_positions, 0
         if self._loss_eval_statistics is None:  # kept, since a compiled graph would be made anew for another
             self._loss_eval_statistics = renewed(self.loss_handle.statistics)
-        with apart(self.loss_handle, self._loss_eval_statistics):
+        interrupted = contextlib.nullcontext() if monitor is None else monitor.interrupted()
+        with interrupted, apart(self.loss_handle, self._loss_eval_statistics):
             self._loss_eval_statistics.pop()
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
