@@ -10,6 +10,7 @@ import pytest
 
 from loss_plugins.cli._settings import read_job
 from loss_plugins.integrations.hf.job import SETTINGS, run
+from loss_plugins.integrations.hf.loading import ModelArguments, load_model, load_tokenizer
 
 YAML = """
 model_name_or_path: {model}
@@ -19,12 +20,13 @@ max_length: 64
 packing: true
 per_device_train_batch_size: 2
 max_steps: 2
-learning_rate: 1.0e-4
+learning_rate: 0.1
+optim: sgd
 logging_steps: 1
 save_strategy: "no"
-use_cpu: true
 disable_tqdm: true
 seed: 1
+use_cpu: true
 output_dir: {output}
 """
 
@@ -40,17 +42,25 @@ def gguf_file() -> Path:
     return file
 
 
+def results_of(model: Path, folder: Path, *words: str) -> dict[str, Any]:
+    job = folder / f"{model.stem}.yaml"
+    job.write_text(YAML.format(model=model, output=folder / f"{model.stem}-out"))
+    results: dict[str, Any] = run(*read_job(job, words, SETTINGS)).summary["strategies"]
+    return results
+
+
 @pytest.mark.slow
 def test_every_strategy_fine_tunes_it_alike(gguf_file: Path, tmp_path: Path) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text(YAML.format(model=gguf_file, output=tmp_path / "out"))
-    words = ["--strategies", "naive", "chunked", "flce", "cce"]
-    results: dict[str, Any] = run(*read_job(job, words, SETTINGS)).summary["strategies"]
-    naive = results["naive"]
+    naive = results_of(gguf_file, tmp_path, "--loss_strategy", "naive")["naive"]
     assert naive["losses"][0] < 4, "a pretrained model predicts code far better than chance (10.8)"
-    assert len(set(naive["losses"])) == 2
+    assert abs(naive["losses"][1] - naive["losses"][0]) > 0.01, "nothing was trained"
+    # the others from a folder: unpacking the GGUF takes longer than training
+    arguments, folder = ModelArguments(model_name_or_path=str(gguf_file)), tmp_path / "folder"
+    load_model(arguments, None).save_pretrained(folder)
+    load_tokenizer(arguments, [], folder)[0].save_pretrained(folder)
+    results = results_of(folder, tmp_path, "--strategies", "chunked", "flce", "cce")
     for name in ("chunked", "flce", "cce"):
-        # a step of Adam turns rounding of 1e-7 into changes of 1e-5 of weights whose gradient is near 0
-        assert results[name]["losses"] == pytest.approx(naive["losses"], abs=1e-3)
-        assert results[name]["losses"][0] == pytest.approx(naive["losses"][0], abs=1e-5)
+        # plain SGD: its step is as exact as the gradient. torch's float32 log-softmax over 49,152 entries is itself 8e-6
+        # from the float64 value, the strategies with their own sums 1e-7
+        assert results[name]["losses"] == pytest.approx(naive["losses"], abs=3e-5)
         assert results[name]["loss_peak_bytes"] > 0
