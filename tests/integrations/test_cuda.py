@@ -52,6 +52,7 @@ def test_peak_is_the_losss_own_and_the_global_one_is_kept(tmp_path: Path) -> Non
     assert peak_allocated("cuda") >= 1 << 30
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_waiting_on_the_step_path(strategy: str) -> None:
     # transformers' eager attention copies a scalar to the device for its mask, and so waits
