@@ -70,7 +70,7 @@ def test_is_refused(arguments, message):
 
 
 def test_an_unknown_field():
-    with pytest.raises(ConfigError, match="Unknown field 'entropie'. Did you mean 'entropy'"):
+    with pytest.raises(ConfigError, match=r"Unknown field 'entropie'\. Did you mean 'entropy'"):
         linear_cross_entropy_stats(HIDDEN, WEIGHT, LABELS, fields=("entropie",))
 
 
