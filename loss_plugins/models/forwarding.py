@@ -87,7 +87,7 @@ def _defers(model: nn.Module, scope: Scope) -> bool:
 
 def _scope_of(handle: PatchHandle, model: nn.Module) -> Scope:
     """The scope in force for this model here. DataParallel runs replicas in threads of its own, which have none."""
-    if model is not handle.model and handle.shared_scopes:
+    if handle.shared_scopes and model is not handle.model:
         return handle.shared_scopes[-1]
     for owner, scope in reversed(scopes()):
         if owner is handle:

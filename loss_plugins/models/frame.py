@@ -58,8 +58,9 @@ class Frame:
         if not torch.compiler.is_compiling():
             self.handle.counts.deferred += 1
         vocab = self.head.width(hidden)
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        device, dtype = hidden.device.type, hidden.dtype
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
         return DeferredLogits(self, hidden, vocab, dtype)
 
     def real_logits(self, hidden: Tensor, why: str) -> Tensor:
@@ -130,8 +131,10 @@ class calling_for_real:  # noqa: N801
         self.before = current()
         _LOCAL.frame = self.frame
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
         _LOCAL.frame = self.before
+        if kind is not None and self.frame is not None:
+            self.frame.records.clear()  # they refer to each other, and would keep hidden states until a collection
 
 
 def in_force(frame: Frame) -> calling_for_real:

@@ -77,14 +77,12 @@ class LossJob:
                 if self.arguments[name] is not None:
                     self.arguments[name] = self.arguments[name].to(hidden.device)
         width = frame.head.width(hidden)
-        why, anchor = frame.head.why, None
+        why = frame.head.why
         if frame.head.way == "weight":
             found = frame.head.weight_and_bias(width)
-            if isinstance(found, str):
-                why = found
-            else:
-                anchor = found[0]
-                return self._done(self._with_weight(hidden, *found), hidden, anchor)
+            if not isinstance(found, str):
+                return self._done(self._with_weight(hidden, *found), hidden, found[0])
+            why = found
         frame.handle.use_module(why)
         return self._done(self._projected(hidden, self._module_call(), frame.handle.config.loss_strategy), hidden, None)
 
@@ -167,10 +165,11 @@ def _from_real_logits(frame: Frame, logits: Tensor, call: CrossEntropyCall, argu
     """The loss where the logits exist anyway: torch's own, unless something was asked for that it does not have."""
     added = arguments["z_loss"] or arguments["token_weight"] is not None or arguments["fields"]
     if not added:
-        _count_tokens(frame, call.target, call.ignore_index)
+        frame.handle.statistics.add(call.target != call.ignore_index)
+        weight = arguments["class_weight"]
         return F.cross_entropy(
-            logits, call.target, arguments["class_weight"], ignore_index=call.ignore_index, reduction=call.reduction,
-            label_smoothing=arguments["label_smoothing"],
+            logits, call.target, None if weight is None else weight.to(logits.dtype), ignore_index=call.ignore_index,
+            reduction=call.reduction, label_smoothing=arguments["label_smoothing"],
         )
     output = projected_cross_entropy_stats(
         lambda rows: rows, logits, call.target, vocab=logits.shape[1], strategy="naive", **arguments
@@ -192,10 +191,6 @@ def _record_statistics(frame: Frame, output: LossOutput, target: Tensor, ignore_
     frame.handle.statistics.add(
         target != ignore_index, accuracy=output.accuracy, entropy=output.entropy, dropped=output.dropped
     )
-
-
-def _count_tokens(frame: Frame, target: Tensor, ignore_index: int) -> None:
-    frame.handle.statistics.add(target != ignore_index)
 
 
 def _tell_when_backward_is_done(frame: Frame, loss: Tensor, hidden: Tensor, weight: Tensor | None) -> None:

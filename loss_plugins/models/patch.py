@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -112,7 +113,10 @@ class PatchHandle:
     """
 
     def __init__(self, model: nn.Module, config: LossConfig, head_path: str = "") -> None:
-        self.model, self.config, self.head_path = model, config, head_path
+        # weakly: the model holds the handle, and a model that is dropped must go at once, with its memory
+        self._model = weakref.ref(model)
+        self._name = base_class(model).__name__
+        self.config, self.head_path = config, head_path
         self.active = False
         self.counts = Counts()
         self.materialised_by: list[str] = []
@@ -121,28 +125,37 @@ class PatchHandle:
         self.shared_scopes: list[Scope] = []
         self.fields = self._fields()
         self.statistics = StatisticsBuffer(self.fields)
-        self._swapped: list[nn.Module] = []
+        self._swapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._said: set[str] = set()
         self._class_weights: dict[torch.device, Tensor] = {}
         self._noticed: object = None
 
     # for people
 
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise PatchError(f"The {self._name} of this handle is gone: nothing refers to it any more. Patch another.")
+        return model
+
     def undo(self) -> None:
         """Give the model and its head their own classes back. Doing it again does nothing."""
-        if not self.active:
+        model = self._model()
+        if not self.active or model is None:
+            self.active = False
             return
         self.active = False
-        left = [module for module in (self.model, *self._heads()) if not unswap(module)]
+        left = [module for module in (model, *self._heads(model)) if not unswap(module)]
         if left:
             logger.warning(
                 "The patch of %s is off, but %s keeps a class that passes everything on: something (FSDP2) has put its "
                 "own class on top since. Undo before wrapping to get the classes back.",
-                base_class(self.model).__name__, " and ".join(type(module).__name__ for module in left),
+                self._name, " and ".join(type(module).__name__ for module in left),
             )
-        self._swapped = []
-        if self.model.__dict__.get(HANDLE) is self:
-            del self.model.__dict__[HANDLE]
+        self._swapped.clear()
+        if model.__dict__.get(HANDLE) is self:
+            del model.__dict__[HANDLE]
 
     def __enter__(self) -> PatchHandle:
         return self
@@ -152,15 +165,17 @@ class PatchHandle:
 
     def explain(self) -> str:
         """What was touched, how the loss is computed, and what happened so far, in a few lines."""
-        name = base_class(self.model).__name__
-        options = f" with {dict(self.config.loss_options)}" if self.config.loss_options else ""
-        lines = [f"{name}: loss_strategy {self.config.loss_strategy!r}{options}{'' if self.active else ' (undone)'}"]
-        outer = self._outer(self.model)
-        if outer is not None:
-            path = next((p for p, m in self.model.named_modules(remove_duplicate=False) if m is outer), self.head_path)
+        model, config = self._model(), self.config
+        state = " (gone)" if model is None else "" if self.active else " (undone)"
+        options = f" with {dict(config.loss_options)}" if config.loss_options else ""
+        lines = [f"{self._name}: loss_strategy {config.loss_strategy!r}{options}{state}"]
+        outer = None if model is None else self._outer(model)
+        if model is not None and outer is not None:
+            path = next((p for p, m in model.named_modules(remove_duplicate=False) if m is outer), self.head_path)
             lines.append(f"  head {path}: {Head.of(outer).describe()}")
-            lines.append(f"  touched: the class of the model and of {path}; nothing else")
-        family = family_of(str(getattr(getattr(self.model, "config", None), "model_type", "")))
+            if self.active:
+                lines.append(f"  touched: the class of the model and of {path}; nothing else")
+        family = family_of(str(getattr(getattr(model, "config", None), "model_type", "")))
         if family is not None:
             lines.append(f"  {family.model_types[0]} ({family.status}): {family.note}")
         counts = self.counts
@@ -203,7 +218,8 @@ class PatchHandle:
         try:
             yield
         finally:
-            self.shared_scopes.remove(scope)
+            # by identity: scopes hold tensors, whose comparison is no truth value
+            self.shared_scopes[:] = [other for other in self.shared_scopes if other is not scope]
             set_scopes(before)
 
     # for the forward
@@ -217,7 +233,9 @@ class PatchHandle:
                 "patch again."
             )
         head = Head.of(outer)
-        self._remember(head.put_in_place())
+        changed = head.put_in_place()
+        if changed:
+            self._remember(changed)
         return head
 
     @torch.compiler.disable
@@ -229,13 +247,13 @@ class PatchHandle:
             logger.warning(
                 "%s needs its real logits for %r: they were computed, and the result is exact, but their memory is not "
                 "saved.",
-                base_class(self.model).__name__, why,
+                self._name, why,
             )
 
     def use_module(self, why: str) -> None:
         """The head is called on chunks: refuse a strategy that needs a weight, and say so once."""
         self._refuse_without_weight(why)
-        self._once(logging.INFO, f"The loss of {base_class(self.model).__name__} calls its head on chunks: {why}.")
+        self._once(logging.INFO, f"The loss of {self._name} calls its head on chunks: {why}.")
 
     def replaying(self, steps: tuple[Step, ...]) -> str:
         """The strategy for logits that are transformed in a way that none takes over."""
@@ -245,7 +263,7 @@ class PatchHandle:
         names = ", ".join(step.name for step in steps)
         self._once(
             logging.WARNING,
-            f"loss_strategy {asked!r} was asked for, but {base_class(self.model).__name__} transforms its logits by "
+            f"loss_strategy {asked!r} was asked for, but {self._name} transforms its logits by "
             f"[{names}], which only chunks of real logits can follow: 'chunked' runs instead. The result is exact.",
         )
         return "chunked"
@@ -296,7 +314,7 @@ class PatchHandle:
         weights = config.loss_class_weight
         if weights is not None and isinstance(features, int) and len(weights) != features and head.way == "weight":
             raise ConfigError(
-                f"loss_class_weight has {len(weights)} entries, and the head of {base_class(self.model).__name__} has "
+                f"loss_class_weight has {len(weights)} entries, and the head of {self._name} has "
                 f"{features} rows. Give one weight a row."
             )
         if head.way != "weight":
@@ -321,7 +339,7 @@ class PatchHandle:
             return
         plain = "leave lm_head out of the adapter's target_modules" if "PEFT" in why else "give the model a plain head"
         raise UnsupportedError(
-            f"loss_strategy {name!r} needs the head's weight, but on {base_class(self.model).__name__} {why}. "
+            f"loss_strategy {name!r} needs the head's weight, but on {self._name} {why}. "
             f"Use loss_strategy 'chunked', which calls the head as it is and is exact; or {plain}."
         )
 
@@ -336,16 +354,16 @@ class PatchHandle:
         owner = model.get_submodule(self.head_path) if self.head_path else model
         return head_of(owner)
 
-    def _heads(self) -> list[nn.Module]:
+    def _heads(self, model: nn.Module) -> list[nn.Module]:
         """Every module that became a patched head: those remembered, and copies that PEFT made of them."""
         found = {id(module): module for module in self._swapped}
-        outer = self._outer(self.model)
+        outer = self._outer(model)
         for module in outer.modules() if outer is not None else ():
             found[id(module)] = module
         return list(found.values())
 
     def _remember(self, changed: list[tuple[nn.Module, type]]) -> None:
-        self._swapped += [module for module, _ in changed]
+        self._swapped.update(module for module, _ in changed)
 
     def _once(self, level: int, sentence: str) -> None:
         if sentence not in self._said:
@@ -356,11 +374,12 @@ class PatchHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "config": self.config, "head_path": self.head_path, "active": self.active,
-                "swapped": self._swapped}
+                "swapped": list(self._swapped)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["model"], state["config"], state["head_path"])  # type: ignore[misc]
-        self.active, self._swapped = state["active"], state["swapped"]
+        self.active = state["active"]
+        self._swapped.update(state["swapped"])
 
 
 def _parsed(name: str, options: Mapping[str, Any] | None) -> Any:

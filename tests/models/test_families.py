@@ -74,6 +74,8 @@ def test_generation_is_identical_also_after_a_step(name: str, cache: bool) -> No
     step(model, inputs)
     model.zero_grad()
     inputs.pop("labels")
+    for m in (model, stock):
+        m.config.output_router_logits = False  # transformers 5.6 cannot generate with them
     wanted = {"max_new_tokens": 4, "do_sample": False, "use_cache": cache, "pad_token_id": 0}
     assert torch.equal(model.eval().generate(**inputs, **wanted), stock.eval().generate(**inputs, **wanted))
 

@@ -157,7 +157,7 @@ def test_loss_only() -> None:
 
 def test_the_models_own_smoothing_and_weights_cannot_be_doubled() -> None:
     ours, _ = twin_toys(RECORDED["own arguments"])
-    with patch_model(ours, {"loss_label_smoothing": 0.1}), pytest.raises(ConfigError, match="smooths by 0.1"):
+    with patch_model(ours, {"loss_label_smoothing": 0.1}), pytest.raises(ConfigError, match=r"smooths by 0\.1"):
         ours(**inputs())
     with patch_model(ours, {"loss_class_weight": [1.0] * VOCAB}), pytest.raises(ConfigError, match="weight a class"):
         ours(**inputs())
