@@ -38,4 +38,3 @@ def relative_error(actual: Tensor, oracle: Tensor) -> float:
     oracle = oracle.double()
     norm = oracle.norm().item()
     return (actual.double() - oracle).norm().item() / (norm or 1.0)
-

@@ -45,12 +45,6 @@ def backend(name: str) -> ModuleType:
     return importlib.import_module(f".{name}", __package__)
 
 
-@torch.compiler.assume_constant_result
-def entry(name: str, function: str) -> str:
-    """The backend that answers for ``function`` when ``name`` is asked for: itself, or torch where it has none."""
-    return name if function in backend(name).__all__ else "torch"
-
-
 def _launch(name: str, function: str, *args: Any) -> Any:
     _launched.add(f"{name}.{function}")
     return getattr(backend(name), function)(*args)

@@ -288,4 +288,3 @@ def _no_rows(rows: Rows) -> RowLoss:
         loss = loss + none
     index = none.to(torch.int64)
     return RowLoss(loss, none, none, none, index, none)
-

@@ -112,8 +112,8 @@ class Rows:
             dtype=self.dtype,
             weight_dtype=None if weight is None else weight.dtype,
             needs_hidden=grad and self.hidden.requires_grad,
-            needs_weight=grad and (weight is None or weight.requires_grad
-                                   or (self.bias is not None and self.bias.requires_grad)),
+            needs_weight=grad
+            and (weight is None or weight.requires_grad or (self.bias is not None and self.bias.requires_grad)),
             reduced=self.reduce,
             module=self.project is not None,
         )

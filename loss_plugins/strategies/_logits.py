@@ -32,7 +32,11 @@ def loss_from_logits(rows: Rows, logits: Tensor, labels: Tensor, row_scale: Tens
     """(scaled loss, nll, lse, entropy, predicted) of some rows; fields are detached, unasked ones empty."""
     class_weight = None if rows.class_weight is None else rows.class_weight.to(logits.dtype)
     loss = F.cross_entropy(
-        logits, labels, class_weight, ignore_index=rows.ignore_index, reduction="none",
+        logits,
+        labels,
+        class_weight,
+        ignore_index=rows.ignore_index,
+        reduction="none",
         label_smoothing=rows.label_smoothing,
     )
     valid = labels != rows.ignore_index
@@ -67,4 +71,3 @@ def row_loss(rows: Rows, loss: Tensor, nll: Tensor, lse: Tensor, entropy: Tensor
         predicted=predicted if rows.fields & {"predicted", "accuracy"} else None,
         dropped=torch.zeros_like(rows.row_scale, requires_grad=False) if "dropped" in rows.fields else None,
     )
-

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
+
+from ..device import DeviceProfile
 from ..errors import ConfigError, unknown_name
+from ._base import Problem
 
 T = TypeVar("T")
 
@@ -43,6 +47,26 @@ def check_kernels(value: Any) -> None:
     """``kernels`` as every strategy with a choice of them understands it."""
     if value not in ("auto", "torch", "triton"):
         raise ConfigError(unknown_name("value of kernels:", str(value), ("auto", "torch", "triton")))
+
+
+def no_triton(kernels: str, problem: Problem, profile: DeviceProfile) -> str | None:
+    """Why Triton kernels that were asked for cannot run, or None."""
+    if kernels != "triton":
+        return None
+    if not profile.has_triton:
+        return "kernels='triton' was asked for, but Triton is not installed"
+    if not profile.can_triton:
+        return f"kernels='triton' was asked for, but Triton cannot launch on a {profile.kind} device"
+    if problem.dtype == torch.float64:
+        return "kernels='triton' was asked for, but the Triton kernels have no float64"
+    return None
+
+
+def backend_for(kernels: str, profile: DeviceProfile, dtype: torch.dtype | None = None) -> str:
+    """The folder of kernels that computes: what was asked for, or Triton wherever it can launch for real."""
+    if kernels != "auto":
+        return kernels
+    return "triton" if profile.can_triton and not profile.interpreted and dtype != torch.float64 else "torch"
 
 
 def workspace_bytes(workspace_mb: float | None, most_mb: int, logits_bytes: int) -> int:

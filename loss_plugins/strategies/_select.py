@@ -116,9 +116,7 @@ def _unknown_option(name: str, options: tuple[str, ...]) -> str | None:
     return next((option for option in options if option not in known), None)
 
 
-def _auto(
-    options: Mapping[str, Any] | None, problem: Problem, profile: DeviceProfile, free: int | None
-) -> Plan:
+def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DeviceProfile, free: int | None) -> Plan:
     passed_over: list[tuple[str, str]] = []
     # a traced size is a symbol, which cannot be printed
     size = "logits" if torch.compiler.is_compiling() else f"{problem.logits_bytes / MIB:.0f} MiB of logits"

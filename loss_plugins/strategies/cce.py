@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from ..device import DeviceProfile
 from ..errors import ConfigError, unknown_name
-from ..kernels import ops
 from ._base import Problem, RowLoss, Rows
-from ._options import check_kernels, check_workspace, workspace_bytes
+from ._options import backend_for, check_kernels, check_workspace, no_triton, workspace_bytes
 from ._recompute import recomputed
 
 # name -> (filter dX, filter dW); every preset sums in float32
@@ -78,12 +79,7 @@ class Cce:
     def check(self, problem: Problem, profile: DeviceProfile, options: CceOptions) -> str | None:
         if problem.module:
             return "the head is a module that must be called, and cce needs its weight"
-        if options.kernels == "triton" and not profile.can_triton:
-            why = f"cannot launch on a {profile.kind} device" if profile.has_triton else "is not installed"
-            return f"kernels='triton' was asked for, but Triton {why}"
-        if options.kernels == "triton" and problem.accumulator.itemsize > 4:
-            return "kernels='triton' was asked for, but the Triton kernels have no float64"
-        return None
+        return no_triton(options.kernels, problem, profile)
 
     def peak_bytes(self, problem: Problem, options: CceOptions) -> int:
         size = problem.accumulator.itemsize
@@ -99,13 +95,12 @@ class Cce:
     def tile_bytes(self, problem: Problem, options: CceOptions) -> int:
         return workspace_bytes(options.workspace_mb, 128, problem.logits_bytes)
 
-    def backends(self, profile: DeviceProfile, options: CceOptions, problem: Problem | None = None) -> tuple[str, str]:
-        """(forward, backward): the folders of kernels that compute here."""
-        wish = options.kernels
-        if wish == "auto":
-            double = problem is not None and problem.accumulator.itemsize > 4
-            wish = "triton" if profile.can_triton and not profile.interpreted and not double else "torch"
-        return ops.entry(wish, "linear_ce_forward"), ops.entry(wish, "linear_ce_backward")
+    def backends(
+        self, profile: DeviceProfile, options: CceOptions, dtype: torch.dtype | None = None
+    ) -> tuple[str, str]:
+        """(forward, backward): the folders of kernels that compute here. Only torch's backward filters yet."""
+        backend = backend_for(options.kernels, profile, dtype)
+        return backend, "torch" if any(options.thresholds) else backend
 
     def kernels(self, profile: DeviceProfile, options: CceOptions) -> str:
         forward, backward = self.backends(profile, options)
@@ -119,10 +114,8 @@ class Cce:
                 f"filter={options.filter!r} and label_smoothing={rows.label_smoothing:g} were both asked for, but "
                 "smoothing pulls on every column, so none is negligible. Use filter: auto or off, or no smoothing."
             )
-        forward, backward = self.backends(profile, options, problem)
-        return recomputed(
-            rows, self.tile_bytes(problem, options), filter_hidden, filter_weight, forward, backward
-        )
+        forward, backward = self.backends(profile, options, rows.dtype)
+        return recomputed(rows, self.tile_bytes(problem, options), filter_hidden, filter_weight, forward, backward)
 
 
 STRATEGY = Cce()

@@ -16,7 +16,7 @@ from ..device import DeviceProfile
 from ..kernels import ops
 from ..kernels.torch import COLUMNS
 from ._base import Problem, RowLoss, Rows
-from ._options import check_workspace, workspace_bytes
+from ._options import backend_for, check_kernels, check_workspace, no_triton, workspace_bytes
 from ._recompute import recomputed
 
 
@@ -27,8 +27,11 @@ class FlceOptions:
         metadata={"help": "Mebibytes that a chunk's logits may take. Default: an eighth of all logits, 16 to 1024."},
     )
 
+    kernels: str = field(default="auto", metadata={"help": "auto, torch or triton."})
+
     def __post_init__(self) -> None:
         check_workspace(self.workspace_mb)
+        check_kernels(self.kernels)
 
 
 class Flce:
@@ -37,10 +40,12 @@ class Flce:
     Options = FlceOptions
 
     def check(self, problem: Problem, profile: DeviceProfile, options: FlceOptions) -> str | None:
-        return "the head is a module that must be called, and flce needs its weight" if problem.module else None
+        if problem.module:
+            return "the head is a module that must be called, and flce needs its weight"
+        return no_triton(options.kernels, problem, profile)
 
-    def chunk_rows(self, problem: Problem, options: FlceOptions) -> int:
-        size = problem.accumulator.itemsize
+    def chunk_rows(self, problem: Problem, options: FlceOptions, backend: str = "torch") -> int:
+        size = problem.accumulator.itemsize if backend == "torch" else problem.dtype.itemsize
         budget = workspace_bytes(options.workspace_mb, 1024, problem.logits_bytes)
         return max(1, min(problem.rows, budget // (problem.vocab * size)))
 
@@ -60,14 +65,15 @@ class Flce:
         return max(peak, 2 * problem.gradient_bytes)
 
     def kernels(self, profile: DeviceProfile, options: FlceOptions) -> str:
-        return "torch"
+        return backend_for(options.kernels, profile)
 
     def __call__(self, rows: Rows, options: FlceOptions, profile: DeviceProfile) -> RowLoss:
         problem = rows.problem()
         assert rows.weight is not None
+        backend = backend_for(options.kernels, profile, rows.dtype)
         if not rows.reduce:
             budget = workspace_bytes(options.workspace_mb, 1024, problem.logits_bytes)
-            return recomputed(rows, tile_bytes=budget)
+            return recomputed(rows, budget, forward_kernels=backend, backward_kernels=backend)
         total, _, _, _, nll, lse, entropy, predicted = ops.flce(
             rows.hidden, rows.weight, rows.bias, rows.labels, rows.row_scale, rows.class_weight, rows.ignore_index,
             rows.scale, rows.softcap, rows.label_smoothing, rows.z_loss, rows.dtype, "entropy" in rows.fields,
@@ -75,7 +81,7 @@ class Flce:
             problem.needs_hidden,
             torch.is_grad_enabled() and rows.weight.requires_grad,
             torch.is_grad_enabled() and rows.bias is not None and rows.bias.requires_grad,
-            self.chunk_rows(problem, options), "torch",
+            self.chunk_rows(problem, options, backend), backend,
         )  # fmt: skip
         return RowLoss(
             loss=total,

@@ -12,6 +12,7 @@ import torch
 from loss_plugins.kernels import ops, reference
 from loss_plugins.testing import assert_within_reference_error
 
+BACKENDS = [name for name in ops.backends() if name != "ascend"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -68,7 +69,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("backend", [b for b in ops.backends() if b != "ascend"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(33, 24, 131), (1, 40, 300), (140, 64, 257)], ids=str)
@@ -94,9 +95,12 @@ def test_the_forward_equals_the_oracle(backend, device, dtype, shape, settings):
         hidden, weight, labels, bias, logit_scale=scale, softcap=softcap, label_smoothing=smoothing, z_loss=z_loss,
         class_weight=class_weight, reduction="none",
     )  # fmt: skip
-    same = torch.nn.functional.cross_entropy(
-        z32, labels, None if class_weight is None else class_weight, reduction="none", label_smoothing=smoothing
-    ) + z_loss * torch.where(valid, z32.logsumexp(1), 0.0).square()
+    same = (
+        torch.nn.functional.cross_entropy(
+            z32, labels, None if class_weight is None else class_weight, reduction="none", label_smoothing=smoothing
+        )
+        + z_loss * torch.where(valid, z32.logsumexp(1), 0.0).square()
+    )
     assert_within_reference_error("loss", loss, oracle, same)
     want = torch.where(valid, z.logsumexp(1), 0.0)
     assert_within_reference_error("lse", lse, want, torch.where(valid, z32.logsumexp(1), 0.0))
@@ -111,19 +115,154 @@ def test_the_forward_equals_the_oracle(backend, device, dtype, shape, settings):
     assert (predicted[~valid] == -100).all() and (z.amax(1) - top)[valid].max() <= 1e-5 * z.abs().max()
 
 
-@pytest.mark.parametrize("backend", [b for b in ops.backends() if b != "ascend"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(33, 24, 131), (1, 40, 300), (300, 64, 601)], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("need", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "weight"])
+def test_the_backward_equals_the_oracle(backend, device, dtype, shape, settings, need):
+    """300 rows are three row blocks of which the last holds no row that counts; 601 columns are several slices."""
+    scale, softcap, smoothing, z_loss, with_bias, with_class_weight = settings
+    hidden, weight, bias, labels, class_weight = inputs(*shape, dtype, device, with_bias, with_class_weight)
+    labels[0] = 0
+    grad = (torch.rand(shape[0], generator=torch.Generator().manual_seed(1)) / 1000).to(device)
+
+    def differentiate(loss_of, kind):
+        leaves = [None if t is None else t.to(kind).requires_grad_() for t in (hidden, weight, bias)]
+        loss = loss_of(*leaves)
+        return torch.autograd.grad((loss * grad.to(loss.dtype)).sum(), [t for t in leaves if t is not None])
+
+    def plain(h, w, b):
+        """The same type throughout, as torch would."""
+        z = torch.nn.functional.linear(h, w, b).float() * scale
+        z = softcap * torch.tanh(z / softcap) if softcap else z
+        loss = torch.nn.functional.cross_entropy(z, labels, class_weight, reduction="none", label_smoothing=smoothing)
+        return loss + z_loss * torch.where(labels != -100, z.logsumexp(1), 0.0).square()
+
+    want = differentiate(
+        lambda h, w, b: reference.linear_cross_entropy(
+            h, w, labels, b, logit_scale=scale, softcap=softcap, label_smoothing=smoothing, z_loss=z_loss,
+            class_weight=class_weight, reduction="none",
+        ),
+        torch.float64,
+    )  # fmt: skip
+    same = differentiate(plain, dtype)
+    common = (hidden, weight, bias, labels, class_weight)
+    lse = ops.linear_ce(
+        *common,
+        -100,
+        scale,
+        softcap,
+        smoothing,
+        z_loss,
+        dtype,
+        False,
+        False,
+        0.0,
+        0.0,
+        False,
+        1 << 14,
+        "torch",
+        "torch",
+    )[2]
+    got = ops.linear_ce_backward(
+        grad, *common, lse, -100, scale, softcap, smoothing, z_loss, dtype, 0.0, 0.0, *need, with_bias, 1 << 16, backend
+    )
+    for name, needed, actual, oracle, reference_grad in zip(
+        ("dX", "dW", "db"), (*need, with_bias), got, (*want, None)[:3], (*same, None)[:3], strict=False
+    ):
+        if needed:
+            # exp(z - lse) inherits the rounding of the log-sum-exp, which float32 does not hide
+            rounded = oracle * lse.abs().max() if dtype == torch.float32 else None
+            assert_within_reference_error(name, actual, oracle, reference_grad, rounded)
+        else:
+            assert actual.numel() == 0
+    assert not need[0] or (got[0][labels == -100] == 0).all()
+
+
+FLCE_CASES = {
+    **{name: (settings, False) for name, settings in SETTINGS.items()},
+    "all but smoothing": ((0.5, 5.0, 0.0, 1e-2, True, True), False),
+    "z-loss": ((1.0, 0.0, 0.0, 1e-2, False, False), False),
+    "wild": (SETTINGS["plain"], True),
+    "wild, z-loss, scale, bias": ((0.5, 0.0, 0.0, 1e-2, True, True), True),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "chunk"), [((33, 24, 131), 7), ((300, 64, 601), 128), ((300, 64, 601), 512)], ids=str
+)
+@pytest.mark.parametrize(("settings", "wild"), FLCE_CASES.values(), ids=FLCE_CASES.keys())
+def test_flce_equals_the_oracle(backend, device, dtype, shape, chunk, settings, wild):
+    """Several chunks or one. Wild: a column that for half of the rows lies more than 60 above every label's logit."""
+    scale, softcap, smoothing, z_loss, with_bias, with_class_weight = settings
+    hidden, weight, bias, labels, class_weight = inputs(*shape, dtype, device, with_bias, with_class_weight)
+    labels[0] = 0
+    if wild:
+        weight[shape[2] // 2] *= 64
+        labels[labels == shape[2] // 2] = 1
+    row_scale = (torch.rand(shape[0], generator=torch.Generator().manual_seed(1)) / 100).to(device)
+
+    def differentiate(loss_of, kind):
+        leaves = [None if t is None else t.to(kind).requires_grad_() for t in (hidden, weight, bias)]
+        total = (loss_of(*leaves) * row_scale.to(kind)).sum()
+        return [total.detach(), *torch.autograd.grad(total, [t for t in leaves if t is not None])]
+
+    def plain(h, w, b):
+        z = torch.nn.functional.linear(h, w, b).float() * scale
+        z = softcap * torch.tanh(z / softcap) if softcap else z
+        loss = torch.nn.functional.cross_entropy(z, labels, class_weight, reduction="none", label_smoothing=smoothing)
+        return loss + z_loss * torch.where(labels != -100, z.logsumexp(1), 0.0).square()
+
+    want = differentiate(
+        lambda h, w, b: reference.linear_cross_entropy(
+            h, w, labels, b, logit_scale=scale, softcap=softcap, label_smoothing=smoothing, z_loss=z_loss,
+            class_weight=class_weight, reduction="none",
+        ),
+        torch.float64,
+    )  # fmt: skip
+    same = differentiate(plain, dtype)
+    got = ops.flce(
+        hidden, weight, bias, labels, row_scale, class_weight, -100, scale, softcap, smoothing, z_loss, dtype, True, True,
+        True, True, with_bias, chunk, backend,
+    )  # fmt: skip
+    z = (hidden.double() @ weight.double().T + (0 if bias is None else bias.double())) * scale
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    valid = labels != -100
+    for name, actual, oracle, reference_grad in zip(("total", "dX", "dW", "db"), got, want, same, strict=False):
+        rounded = oracle * z.logsumexp(1).abs().max() if dtype == torch.float32 or name == "total" else None
+        assert_within_reference_error(name, actual, oracle, reference_grad, rounded)
+    lse, nll, entropy, predicted = got[5], got[4], got[6], got[7]
+    z32 = z.float()
+    assert_within_reference_error("lse", lse, z.logsumexp(1) * valid, z32.logsumexp(1) * valid)
+    want_nll = torch.nn.functional.cross_entropy(z, labels, reduction="none")
+    assert_within_reference_error("nll", nll, want_nll, want_nll.float(), z.amax(1))
+    p = z.softmax(1)
+    want_entropy = -(p * z.log_softmax(1)).sum(1) * valid
+    assert_within_reference_error("entropy", entropy, want_entropy, want_entropy.float(), z.amax(1))
+    top = z.gather(1, predicted.clamp(min=0)[:, None])[:, 0]
+    assert (predicted[~valid] == -100).all() and (z.amax(1) - top)[valid].max() <= 1e-5 * z.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_forward_is_the_same_every_time(backend, device):
     args = inputs(140, 64, 257, torch.float32, device)
     runs = [
-        ops.linear_ce(*args, -100, 1.0, 0.0, 0.0, 0.0, torch.float32, True, True, 0.0, 0.0, False, 1 << 14, backend, "torch")
+        ops.linear_ce(
+            *args, -100, 1.0, 0.0, 0.0, 0.0, torch.float32, True, True, 0.0, 0.0, False, 1 << 14, backend, "torch"
+        )
         for _ in range(5)
     ]
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
-@pytest.mark.parametrize("backend", [b for b in ops.backends() if b != "ascend"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_strides_and_mixed_types(backend, device):
     hidden, weight, bias, labels, _ = inputs(33, 24, 131, torch.float32, device)
@@ -163,6 +302,7 @@ def test_cce_through_the_triton_kernels(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_the_device():
     from loss_plugins import linear_cross_entropy
     from loss_plugins.strategies import STRATEGIES

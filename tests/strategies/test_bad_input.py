@@ -83,7 +83,9 @@ def test_a_weight_that_zero3_has_taken_away():
 
 @pytest.mark.parametrize("strategy", ["flce", "cce"])
 def test_a_head_that_must_be_called_is_not_multiplied(strategy):
-    with pytest.raises(UnsupportedError, match=f"Strategy '{strategy}' was asked for but cannot run here: the head is a module"):
+    with pytest.raises(
+        UnsupportedError, match=f"Strategy '{strategy}' was asked for but cannot run here: the head is a module"
+    ):
         projected_cross_entropy_stats(lambda h: h @ WEIGHT.T, HIDDEN, LABELS, vocab=17, strategy=strategy)
 
 

@@ -16,7 +16,12 @@ from loss_plugins.testing import assert_within_reference_error, relative_error
 
 STRATEGY_NAMES = STRATEGIES.builtin()
 # tiny workspaces, so that 40 rows and 131 columns really are several chunks and tiles
-SMALL = {"naive": None, "chunked": {"workspace_mb": 0.004}, "flce": {"workspace_mb": 0.004}, "cce": {"workspace_mb": 0.002}}
+SMALL = {
+    "naive": None,
+    "chunked": {"workspace_mb": 0.004},
+    "flce": {"workspace_mb": 0.004},
+    "cce": {"workspace_mb": 0.002},
+}
 
 
 def case(rows=40, width=24, vocab=131, dtype=torch.float64, ignored=3, bias=False, seed=0, spread=1.0):
@@ -67,7 +72,9 @@ SETTINGS = {
 def filled(settings, g, rows, vocab, dtype):
     settings = dict(settings)
     if settings.get("class_weight"):
-        settings["class_weight"] = (torch.rand(vocab, generator=g) + 0.5).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        settings["class_weight"] = (torch.rand(vocab, generator=g) + 0.5).to(
+            torch.float64 if dtype == torch.float64 else torch.float32
+        )
     if settings.get("token_weight"):
         settings["token_weight"] = torch.rand(rows, generator=g)
         settings["token_weight"][1] = 0.0
@@ -123,7 +130,12 @@ def test_every_form_of_the_item_count(strategy, form):
     tensors, labels, _ = case()
     expected = reference.linear_cross_entropy(tensors["hidden"], tensors["weight"], labels, num_items_in_batch=16)
     loss = linear_cross_entropy(
-        tensors["hidden"], tensors["weight"], labels, strategy=strategy, num_items_in_batch=form, options=SMALL[strategy]
+        tensors["hidden"],
+        tensors["weight"],
+        labels,
+        strategy=strategy,
+        num_items_in_batch=form,
+        options=SMALL[strategy],
     )
     assert loss.shape == (form.shape if isinstance(form, torch.Tensor) else ())
     torch.testing.assert_close(loss.reshape(()), expected, rtol=1e-12, atol=0)
@@ -154,7 +166,12 @@ def test_two_micro_batches_are_one_batch(strategy):
 def test_no_label_at_all(strategy, settings, value):
     tensors, labels, _ = case(bias=True)
     loss, grads = gradients(
-        linear_cross_entropy, tensors, torch.full_like(labels, -100), strategy=strategy, options=SMALL[strategy], **settings
+        linear_cross_entropy,
+        tensors,
+        torch.full_like(labels, -100),
+        strategy=strategy,
+        options=SMALL[strategy],
+        **settings,
     )
     assert torch.isnan(loss).all() if value == "nan" else (loss == value).all()
     for name, grad in grads.items():
@@ -273,7 +290,12 @@ def test_a_forbidden_class(strategy):
     tensors["bias"] = torch.zeros(131, dtype=torch.float64)
     tensors["bias"][:50] = -torch.inf
     out = linear_cross_entropy_stats(
-        tensors["hidden"], tensors["weight"], labels, bias=tensors["bias"], strategy=strategy, options=SMALL[strategy],
+        tensors["hidden"],
+        tensors["weight"],
+        labels,
+        bias=tensors["bias"],
+        strategy=strategy,
+        options=SMALL[strategy],
         fields=("entropy", "nll"),
     )
     seen = reference.linear_cross_entropy(tensors["hidden"], tensors["weight"][50:], labels - 50, reduction="none")
@@ -309,7 +331,9 @@ def test_a_retained_graph_gives_the_same_twice(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
-@pytest.mark.parametrize("then", [torch.sum, torch.mean, lambda x: (x * torch.arange(40.0)).sum()], ids=["sum", "mean", "weighted"])
+@pytest.mark.parametrize(
+    "then", [torch.sum, torch.mean, lambda x: (x * torch.arange(40.0)).sum()], ids=["sum", "mean", "weighted"]
+)
 def test_per_token_losses_take_any_gradient(strategy, then):
     """An expanded gradient of stride 0, and weights whose first is 0 while the first label is ignored."""
     tensors, labels, _ = case()
@@ -383,7 +407,9 @@ def test_inputs_that_are_views_of_other_things(strategy):
         return torch.autograd.grad(function(hidden, weight, labels, **kwargs), (flat, raw))
 
     for got, want in zip(
-        run(linear_cross_entropy, strategy=strategy, options=SMALL[strategy]), run(reference.linear_cross_entropy), strict=True
+        run(linear_cross_entropy, strategy=strategy, options=SMALL[strategy]),
+        run(reference.linear_cross_entropy),
+        strict=True,
     ):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
 
@@ -414,7 +440,9 @@ def test_half_logits_are_never_rounded(strategy, scale):
     tensors["weight"] = (tensors["weight"].float() * scale / 8).bfloat16()
     wide = {k: v.float() for k, v in tensors.items()}
     loss, grads = gradients(linear_cross_entropy, tensors, labels, strategy=strategy, options={"workspace_mb": 0.05})
-    loss_wide, grads_wide = gradients(linear_cross_entropy, wide, labels, strategy=strategy, options={"workspace_mb": 0.05})
+    loss_wide, grads_wide = gradients(
+        linear_cross_entropy, wide, labels, strategy=strategy, options={"workspace_mb": 0.05}
+    )
     torch.testing.assert_close(loss, loss_wide, rtol=1e-6, atol=1e-7)
     for name in grads:
         one_rounding = relative_error(grads_wide[name].bfloat16(), grads_wide[name])
@@ -438,7 +466,14 @@ def test_statistics_equal_those_of_real_logits(strategy, dtype):
     settings = {"logit_scale": 0.5, "softcap": 4.0, "shift": 1}
     fields = ("nll", "lse", "entropy", "accuracy", "predicted", "dropped")
     out = linear_cross_entropy_stats(
-        hidden, tensors["weight"], labels, strategy=strategy, fields=fields, z_loss=1e-2, options=SMALL[strategy], **settings
+        hidden,
+        tensors["weight"],
+        labels,
+        strategy=strategy,
+        fields=fields,
+        z_loss=1e-2,
+        options=SMALL[strategy],
+        **settings,
     )
     z = 4.0 * torch.tanh(0.5 * (hidden.double() @ tensors["weight"].double().T) / 4.0)[:, :-1]
     kept, valid = labels[:, 1:], labels[:, 1:] != -100
@@ -475,7 +510,12 @@ def test_the_first_of_equal_logits_is_predicted(strategy):
     hidden, weight = torch.ones(8, 4), torch.zeros(300, 4)
     weight[[7, 150, 299]] = 1.0
     out = linear_cross_entropy_stats(
-        hidden, weight, torch.full((8,), 7), fields=("predicted", "accuracy"), strategy=strategy, options=SMALL[strategy]
+        hidden,
+        weight,
+        torch.full((8,), 7),
+        fields=("predicted", "accuracy"),
+        strategy=strategy,
+        options=SMALL[strategy],
     )
     assert (out.predicted == 7).all() and out.accuracy.all()
 

@@ -60,7 +60,9 @@ def test_every_preset_is_exact_without_a_filter(preset):
     torch.manual_seed(0)
     hidden, weight, labels = torch.randn(20, 8).double(), torch.randn(50, 8).double(), torch.randint(0, 50, (20,))
     for choice in ("auto", "off", False):
-        loss = linear_cross_entropy(hidden, weight, labels, strategy="cce", options={"preset": preset, "filter": choice})
+        loss = linear_cross_entropy(
+            hidden, weight, labels, strategy="cce", options={"preset": preset, "filter": choice}
+        )
         assert torch.allclose(loss, reference.linear_cross_entropy(hidden, weight, labels), rtol=1e-12)
 
 
@@ -156,7 +158,9 @@ class TestCheckpointEngines:
         return torch.nn.functional.cross_entropy(hidden @ self.weight.T, self.labels)
 
     def ours(self, hidden):
-        return linear_cross_entropy(hidden, self.weight, self.labels, strategy="chunked", options={"workspace_mb": 0.001})
+        return linear_cross_entropy(
+            hidden, self.weight, self.labels, strategy="chunked", options={"workspace_mb": 0.001}
+        )
 
     @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
     def test_inputs_without_gradient(self):

@@ -8,4 +8,13 @@ from ._tiles import COLUMNS, matmul, project, project_back
 from .flce import flce_forward
 from .linear_ce import dropped_mass, linear_ce_backward, linear_ce_forward
 
-__all__ = ["COLUMNS", "dropped_mass", "flce_forward", "linear_ce_backward", "linear_ce_forward", "matmul", "project", "project_back"]
+__all__ = [
+    "COLUMNS",
+    "dropped_mass",
+    "flce_forward",
+    "linear_ce_backward",
+    "linear_ce_forward",
+    "matmul",
+    "project",
+    "project_back",
+]

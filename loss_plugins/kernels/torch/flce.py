@@ -37,7 +37,7 @@ def flce_forward(
     need_bias: bool,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(total, dX, dW, db, nll, lse, entropy, predicted); the gradients are those of the total, empty where not needed."""
+    """(total, dX, dW, db, nll, lse, entropy, predicted); gradients are those of the total, empty where not needed."""
     (rows, width), vocab = hidden.shape, weight.shape[0]
     acc = accumulator(dtype)
     state: dict[str, Any] = {"dtype": acc, "device": hidden.device}
@@ -70,7 +70,14 @@ def flce_forward(
         )
         # an ignored row has no log-sum-exp: +inf makes its probabilities zero whatever its logits are
         _to_gradient_(
-            z, torch.where(ok, lse[r0:r1], torch.inf), y, coefficients, class_weight, label_smoothing > 0, scale, softcap
+            z,
+            torch.where(ok, lse[r0:r1], torch.inf),
+            y,
+            coefficients,
+            class_weight,
+            label_smoothing > 0,
+            scale,
+            softcap,
         )
         if need_bias:
             d_bias.add_(z.sum(0))

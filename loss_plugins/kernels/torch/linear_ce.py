@@ -138,7 +138,13 @@ def linear_ce_backward(
             local = labels[r0:r1] - v0
             z = _logits(h, tile_weight, bias, v0, v1, scale, softcap, dtype, acc)
             dz = row_gradient(
-                z, safe_lse[r0:r1], local, coef_p[r0:r1], coef_label[r0:r1], coef_weight[r0:r1], tile_class_weight,
+                z,
+                safe_lse[r0:r1],
+                local,
+                coef_p[r0:r1],
+                coef_label[r0:r1],
+                coef_weight[r0:r1],
+                tile_class_weight,
                 label_smoothing > 0,
             )
             live = None
@@ -164,8 +170,15 @@ def linear_ce_backward(
 
 
 def _logits(
-    hidden: Tensor, tile_weight: Tensor, bias: Tensor | None, v0: int, v1: int, scale: float, softcap: float,
-    dtype: torch.dtype, acc: torch.dtype,
+    hidden: Tensor,
+    tile_weight: Tensor,
+    bias: Tensor | None,
+    v0: int,
+    v1: int,
+    scale: float,
+    softcap: float,
+    dtype: torch.dtype,
+    acc: torch.dtype,
 ) -> Tensor:
     """One tile of eq. (1): (n, C) in the accumulator's type."""
     z = matmul(hidden.to(dtype), tile_weight.T)

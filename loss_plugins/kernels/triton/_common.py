@@ -1,0 +1,156 @@
+"""What the Triton kernels share: the transform of a tile of logits, and how launches are shaped.
+
+In kernels ``i_`` is an index, ``o_`` offsets, ``m_`` a mask, ``b_`` a block, ``p_`` a pointer; capitals are sizes.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.4
+    TensorDescriptor = None
+
+
+@triton.jit
+def logits_tile(
+    hidden,  # descriptor, or pointers (BLOCK_N, 1)
+    weight,  # descriptor, or pointers (1, BLOCK_V)
+    hidden_col,
+    weight_col,
+    i_n,  # first row
+    i_v,  # first column
+    m_n,
+    m_v,
+    H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """``hidden @ weight.T`` of one tile, float32."""
+    b_z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    for i_h in range(0, H, BLOCK_H):
+        if TMA:
+            b_z = tl.dot(hidden.load([i_n, i_h]).to(DTYPE), weight.load([i_v, i_h]).to(DTYPE).T, b_z)
+        else:
+            o_h = i_h + tl.arange(0, BLOCK_H)
+            m_h = o_h < H
+            b_h = tl.load(hidden + o_h[None, :] * hidden_col, mask=m_n[:, None] & m_h[None, :], other=0.0)
+            b_w = tl.load(weight + o_h[:, None] * weight_col, mask=m_v[None, :] & m_h[:, None], other=0.0)
+            b_z = tl.dot(b_h.to(DTYPE), b_w.to(DTYPE), b_z, input_precision=PRECISION)
+    return b_z
+
+
+@triton.jit
+def transform(
+    b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    """Bias, scale and softcap, eq. (1)."""
+    if HAS_BIAS:
+        b_z += tl.load(bias + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]
+    if HAS_SCALE:
+        b_z *= scale
+    if HAS_SOFTCAP:
+        b_z = softcap * (2 * tl.sigmoid(2 * b_z / softcap) - 1)
+    return b_z
+
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+INTERPRETED = not isinstance(logits_tile, triton.JITFunction)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The shape of a tile and of the program that computes it."""
+
+    n: int
+    v: int
+    h: int
+    warps: int
+    stages: int
+    tma: bool
+
+
+def blocks_for(rows: int, dtype: torch.dtype, tma: bool, tall: bool = False) -> Blocks:
+    """A tile for this many rows: with bulk copies the fastest found on an H200 (``tall`` where little is stored),
+    else for half types what fits every GPU since Ampere."""
+    n = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
+    if INTERPRETED and not tma:
+        return Blocks(n, 256, 64, 4, 2, False)  # each block costs milliseconds there
+    if dtype.itemsize >= 4:
+        return Blocks(min(n, 64), 64, 32, 4, 2, False)
+    if tma and n == 128:
+        return Blocks(256, 128, 64, 8, 3, True) if tall and rows > 128 else Blocks(128, 256, 64, 8, 3, True)
+    return Blocks(n, 128, 64, 8 if n == 128 else 4, 3, False)
+
+
+def can_tma(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether both matrices can be read by bulk tensor copies, as they are."""
+    if dtype.itemsize != 2 or hidden.dtype != dtype or weight.dtype != dtype:
+        return False
+    return has_bulk_copies(hidden.device) and is_bulk_readable(hidden) and is_bulk_readable(weight)
+
+
+def has_bulk_copies(device: torch.device) -> bool:
+    """Whether the device has a tensor memory accelerator: Hopper or later, or the interpreter."""
+    if TensorDescriptor is None:
+        return False
+    if INTERPRETED:
+        return True
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def is_bulk_readable(matrix: Tensor) -> bool:
+    """Whether a matrix's rows are whole and begin on 16 bytes."""
+    return matrix.stride(1) == 1 and matrix.stride(0) * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def descriptor(matrix: Tensor, block: list[int]) -> Any:
+    """A host-side descriptor: unlike one made on the device it needs no allocator, which autograd's threads lack."""
+    return TensorDescriptor.from_tensor(matrix, block)
+
+
+def compute_dtype(dtype: torch.dtype) -> Any:
+    """The operands' type. The interpreter multiplies bfloat16 as raw integers, so there it is float32."""
+    return tl.float32 if INTERPRETED and dtype == torch.bfloat16 else _TRITON_DTYPES[dtype]
+
+
+def precision(tensor: Tensor, dtype: torch.dtype) -> str:
+    """float32 products as torch's own setting says."""
+    return "tf32" if dtype == torch.float32 and tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def processors(device: torch.device) -> int:
+    """How many programs run at a time; one under the interpreter."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "xpu":
+        return int(torch.xpu.get_device_properties(device).gpu_subslice_count)
+    return 1
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(order, place, count): the rows that carry a label first, the inverse of that, and how many, all on the device.
+
+    Ignored rows then fill whole blocks at the end, which return at once, and the host never learns how many there are.
+    """
+    valid = labels != ignore_index
+    order = torch.argsort(valid, descending=True, stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return order, place, valid.sum()

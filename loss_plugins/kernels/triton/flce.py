@@ -1,0 +1,351 @@
+"""Fused linear cross-entropy: three products a chunk of rows, and no second pass over its logits.
+
+For each chunk of rows: one kernel computes the logits, eq. (1), and stores only ``E = exp(z - R)`` in bfloat16, where
+the offset R of a row is its label's logit, known beforehand. The sum S of a row then makes ``p = E / S``, and since S
+scales a whole row, it need not touch the chunk: dX is ``(E @ W)`` with scaled rows, dW is ``E.T @ (scaled X)``, eq.
+(9). An E that would overflow raises its row's R on the way (a logit more than 60 above the label's); a second kernel
+then brings what was stored before to the last R, and returns at once everywhere else. Peak beside the results: the
+chunk (``chunk * V * 2`` bytes), dW in float32 where there are several chunks, and one copy of the rows.
+
+Half types other than bfloat16, label smoothing (which needs S inside the chunk) and devices without bulk tensor copies
+take the two passes of `linear_ce_forward` and `linear_ce_backward`.
+
+Letters: N rows, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._rows import row_coefficients, row_terms
+from ._common import (
+    Blocks,
+    blocks_for,
+    can_tma,
+    compute_dtype,
+    counted_first,
+    descriptor,
+    logits_tile,
+    on,
+    transform,
+)
+from .backward import linear_ce_backward
+from .linear_ce import linear_ce_forward, merge_strips, programs_for, strips_of
+from .product import add_product, library_product, store_product
+
+LIMIT = 60.0  # exp(60) * 2**20 columns is far below bfloat16's largest number
+
+
+@triton.jit
+def _exp_kernel(
+    hidden,  # (N, H) descriptor
+    weight,  # (V, H) descriptor
+    bias,  # (V,)
+    labels,  # (N,) int64
+    offset,  # (N,) float32
+    count,  # () int64
+    parts,  # (5, programs, BLOCK_N) float32: offset, sum without the label, label logit, -, moment without the label
+    best,  # (programs, BLOCK_N) int32
+    best_value,  # (programs, BLOCK_N) float32
+    tile_offset,  # (tiles, N) float32
+    out,  # (N, V) descriptor
+    N,
+    V,
+    tiles,
+    scale,
+    softcap,
+    limit,
+    H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr,
+    WANT_BEST: tl.constexpr,
+):
+    n = tl.load(count).to(tl.int32)
+    programs = tl.num_programs(0)
+    strips = strips_of(n, programs, tiles, BLOCK_N)
+    i_n = tl.program_id(0) // strips * BLOCK_N
+    i_strip = tl.program_id(0) % strips
+    if i_n >= n:
+        return
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    m_n = o_n < n
+    b_label = tl.load(labels + o_n, mask=m_n, other=-1)
+    b_offset = tl.load(offset + o_n, mask=m_n, other=0.0)
+    b_sum = tl.zeros((BLOCK_N,), tl.float32)
+    b_target = tl.zeros((BLOCK_N,), tl.float32)
+    b_moment = tl.zeros((BLOCK_N,), tl.float32)
+    b_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    b_best = tl.zeros((BLOCK_N,), tl.int32)
+    for i_tile in tl.range((tiles * i_strip) // strips, (tiles * (i_strip + 1)) // strips, flatten=True):
+        i_v = i_tile * BLOCK_V
+        o_v = i_v + tl.arange(0, BLOCK_V)
+        m_v = o_v < V
+        b_z = logits_tile(hidden, weight, 1, 1, i_n, i_v, m_n, m_v, H, BLOCK_N, BLOCK_V, BLOCK_H, DTYPE, "ieee", True)
+        b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+        b_z = tl.where(m_v[None, :] & m_n[:, None], b_z, float("-inf"))
+        b_hit = o_v[None, :] == b_label[:, None]
+        b_target += tl.sum(tl.where(b_hit, b_z, 0.0), 1)
+        b_max = tl.max(b_z, 1)
+        if WANT_BEST:
+            b_best = tl.where(b_max > b_top, tl.argmax(b_z, 1) + i_v, b_best)
+            b_top = tl.maximum(b_top, b_max)
+        b_new = tl.where(b_max - b_offset > limit, b_max, b_offset)
+        b_carry = tl.exp(b_offset - b_new)
+        b_low = b_z - b_new[:, None]
+        b_exp = tl.exp(b_low)
+        b_other = tl.where(b_hit, 0.0, b_exp)
+        if WANT_ENTROPY:
+            b_moment = (b_moment + (b_offset - b_new) * b_sum) * b_carry
+            b_moment += tl.sum(b_other * tl.where(b_other > 0, b_low, 0.0), 1)
+        b_sum = b_sum * b_carry + tl.sum(b_other, 1)
+        b_offset = b_new
+        tl.store(tile_offset + i_tile * N + o_n, b_new, mask=o_n < N)
+        if HAS_SOFTCAP:
+            b_z = tl.where(m_v[None, :] & m_n[:, None], b_z / softcap, 0.0)
+            b_exp *= 1 - b_z * b_z
+        out.store([i_n, i_v], b_exp.to(out.dtype))
+
+    o_part = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    size = programs * BLOCK_N
+    tl.store(parts + o_part, b_offset)
+    tl.store(parts + size + o_part, b_sum)
+    tl.store(parts + 2 * size + o_part, b_target)
+    if WANT_ENTROPY:
+        tl.store(parts + 4 * size + o_part, b_moment)
+    if WANT_BEST:
+        tl.store(best + o_part, b_best)
+        tl.store(best_value + o_part, b_top)
+
+
+@triton.jit
+def _rescale_kernel(
+    out,  # (N, columns) bfloat16
+    tile_offset,  # (tiles, N)
+    offset,  # (N,) the last one
+    count,  # () int64
+    N,
+    tiles,
+    out_row,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Bring what was stored under an earlier offset to the last one: almost never anything."""
+    i_n = tl.program_id(0) // tiles * BLOCK_N
+    i_tile = tl.program_id(0) % tiles
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    m_n = o_n < tl.load(count).to(tl.int32)
+    b_was = tl.load(tile_offset + i_tile.to(tl.int64) * N + o_n, mask=m_n, other=0.0)
+    b_is = tl.load(offset + o_n, mask=m_n, other=0.0)
+    if tl.max(tl.where(b_was != b_is, 1, 0), 0) == 0:
+        return
+    o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    p_out = out + o_n.to(tl.int64)[:, None] * out_row + o_v[None, :]
+    b_exp = tl.load(p_out, mask=m_n[:, None], other=0.0).to(tl.float32) * tl.exp(b_was - b_is)[:, None]
+    tl.store(p_out, b_exp.to(out.dtype.element_ty), mask=m_n[:, None])
+
+
+class _Chunk(NamedTuple):
+    """A chunk's results, rows in packed order."""
+
+    loss: Tensor
+    nll: Tensor
+    lse: Tensor
+    entropy: Tensor
+    predicted: Tensor
+    factor: Tensor  # (n,) float32: dz is factor * E
+
+
+def flce_forward(
+    hidden: Tensor,  # (N, H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    labels: Tensor,  # (N,) int64
+    row_scale: Tensor,  # (N,)
+    class_weight: Tensor | None,  # (V,)
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+    want_entropy: bool,
+    want_predicted: bool,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(total, dX, dW, db, nll, lse, entropy, predicted); gradients are those of the total, empty where not needed."""
+    (rows, width), vocab = hidden.shape, weight.shape[0]
+    valid = labels != ignore_index
+    row_scale = torch.where(valid, row_scale.to(torch.float32), 0.0)
+    order, place, count = counted_first(labels, ignore_index)
+    packed = hidden.index_select(0, order).to(dtype)
+    one_pass = dtype == torch.bfloat16 and not label_smoothing and can_tma(packed, weight, dtype) and chunk_rows >= 128
+    if not one_pass or not (need_hidden or need_weight or need_bias):
+        return _two_passes(
+            hidden, weight, bias, labels, row_scale, class_weight, ignore_index, scale, softcap, label_smoothing,
+            z_loss, dtype, want_entropy, want_predicted, need_hidden, need_weight, need_bias, chunk_rows,
+        )  # fmt: skip
+    step = min(chunk_rows // 128 * 128, triton.cdiv(rows, 128) * 128)
+    blocks = blocks_for(step, dtype, True)
+    # whole tiles, so that every row of the chunk begins on 16 bytes and no store is cut
+    # the library's products read all rows of a chunk, so those that do not count must hold numbers
+    chunk = torch.zeros(step, triton.cdiv(vocab, blocks.v) * blocks.v, dtype=dtype, device=hidden.device)
+    d_packed = hidden.new_zeros(rows if need_hidden else 0, width, dtype=dtype)
+    several = step < rows
+    kind = torch.float32 if several else weight.dtype
+    d_weight = torch.zeros(vocab if need_weight else 0, width, dtype=kind, device=hidden.device)
+    d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
+    sorted_labels, sorted_scale = labels[order], row_scale[order]
+    results = []
+    for r0 in range(0, rows, step):
+        r1 = min(r0 + step, rows)
+        left = (count - r0).clamp(0, r1 - r0)
+        part = _exp_chunk(
+            packed[r0:r1], weight, bias, sorted_labels[r0:r1], sorted_scale[r0:r1], class_weight, left,
+            ignore_index, scale, softcap, z_loss, want_entropy, want_predicted, chunk, blocks,
+        )  # fmt: skip
+        results.append(part)
+        exp_ = chunk[: r1 - r0, :vocab]
+        if need_bias:
+            d_bias += library_product(exp_, part.factor[:, None].to(dtype), transposed=True)[:, 0]
+        if need_hidden:
+            # few rows make few tiles, which the library spreads over the device better than a tile a program does
+            d_packed[r0:r1] = library_product(exp_, weight, transposed=False) * part.factor[:, None]
+        if need_weight:
+            scaled = (packed[r0:r1] * part.factor[:, None]).to(dtype)
+            if several:
+                add_product(exp_, scaled, d_weight, left, transposed=True)
+            else:
+                store_product(exp_, scaled, d_weight, left, torch.ones_like(row_scale[:1]), transposed=True)
+    del chunk, exp_  # before dW is rounded, which takes as much again
+    loss, nll, lse, entropy, predicted = (
+        torch.cat([getattr(p, name) for p in results]) for name in ("loss", "nll", "lse", "entropy", "predicted")
+    )
+    return (
+        (loss * sorted_scale).sum(),
+        d_packed.index_select(0, place).to(hidden.dtype) if need_hidden else d_packed.to(hidden.dtype),
+        d_weight.to(weight.dtype) if need_weight else weight.new_empty(0),
+        d_bias if bias is None else d_bias.to(bias.dtype),
+        nll[place],
+        lse[place],
+        entropy[place] if want_entropy else entropy,
+        predicted[place] if want_predicted else predicted,
+    )
+
+
+def _exp_chunk(
+    hidden: Tensor,  # (n, H) rows that count first
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,
+    labels: Tensor,  # (n,)
+    row_scale: Tensor,  # (n,) float32
+    class_weight: Tensor | None,
+    count: Tensor,  # () int64
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    z_loss: float,
+    want_entropy: bool,
+    want_predicted: bool,
+    chunk: Tensor,  # (>= n, whole tiles) written
+    blocks: Blocks,
+) -> _Chunk:
+    """Fill ``chunk`` with E, the labels' entries included, so that ``factor * E`` is the gradient of the logits."""
+    (rows, width), vocab, device = hidden.shape, weight.shape[0], hidden.device
+    valid = labels != ignore_index
+    safe = torch.where(valid, labels, 0)
+    offset = (hidden * weight[safe]).sum(1, dtype=torch.float32)
+    if bias is not None:
+        offset = offset + bias[safe]
+    offset = offset * scale
+    if softcap:
+        offset = softcap * torch.tanh(offset / softcap)
+    # a label that is masked out has no finite logit to start from
+    offset = torch.nan_to_num(offset, nan=-1e30, neginf=-1e30, posinf=1e30).clamp(-1e30, 1e30)
+    tiles = triton.cdiv(vocab, blocks.v)
+    programs = programs_for(rows, tiles, blocks, device)
+    parts = torch.empty(5, programs, blocks.n, dtype=torch.float32, device=device)
+    best = torch.empty(programs if want_predicted else 0, blocks.n, dtype=torch.int32, device=device)
+    best_value = torch.empty_like(best, dtype=torch.float32)
+    tile_offset = torch.empty(tiles, rows, dtype=torch.float32, device=device)
+    height = triton.cdiv(rows, blocks.n)
+    with on(device):
+        _exp_kernel[(programs,)](
+            descriptor(hidden, [blocks.n, blocks.h]), descriptor(weight, [blocks.v, blocks.h]),
+            bias if bias is not None else hidden, labels, offset, count, parts, best, best_value, tile_offset,
+            descriptor(chunk, [blocks.n, blocks.v]), rows, vocab, tiles, float(scale), float(softcap), LIMIT,
+            H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h, DTYPE=compute_dtype(hidden.dtype),
+            HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
+            WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+        (offset, other, target, _, moment), predicted = merge_strips(
+            parts, best, best_value, count, rows, tiles, blocks, False, want_entropy, want_predicted
+        )
+        _rescale_kernel[(height * tiles,)](
+            chunk, tile_offset, offset, count, rows, tiles, chunk.stride(0), BLOCK_N=blocks.n, BLOCK_V=blocks.v
+        )
+    at_label = torch.exp(target - offset)
+    sum_ = torch.where(valid, other + at_label, 1.0)
+    loss, nll, lse = row_terms(offset, sum_, target, None, labels, valid, class_weight, 0.0, z_loss, vocab)
+    coef_p, coef_label, _ = row_coefficients(row_scale, lse, labels, valid, class_weight, 0.0, z_loss, vocab)
+    # without a z-loss both coefficients are one, and e - S is minus the other columns' sum, which does not cancel
+    entry = -other if not z_loss else torch.where(coef_p != 0, at_label - sum_ * coef_label / coef_p, 0.0)
+    if softcap:
+        entry = entry * (1 - (target / softcap).square())
+    chunk[:rows].scatter_(1, safe[:, None], torch.where(valid, entry, 0.0)[:, None].to(chunk.dtype))
+    entropy = other.new_zeros(0)
+    if want_entropy:
+        whole = moment + at_label * (target - offset)
+        entropy = torch.where(valid, sum_.log() - whole / sum_, 0.0)
+    if want_predicted:
+        predicted = torch.where(valid, predicted.to(torch.int64), ignore_index)
+    return _Chunk(loss, nll, lse, entropy, predicted.to(torch.int64), coef_p * scale / sum_)
+
+
+def _two_passes(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    row_scale: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    dtype: torch.dtype,
+    want_entropy: bool,
+    want_predicted: bool,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same results with the logits computed twice."""
+    workspace = chunk_rows * weight.shape[0] * dtype.itemsize
+    loss, nll, lse, entropy, predicted = linear_ce_forward(
+        hidden, weight, bias, labels, class_weight, ignore_index, scale, softcap, label_smoothing, z_loss, dtype,
+        want_entropy, want_predicted, workspace,
+    )  # fmt: skip
+    d_hidden = hidden.new_empty(0, hidden.shape[1])
+    d_weight, d_bias = weight.new_empty(0), (lse if bias is None else bias).new_empty(0)
+    if need_hidden or need_weight or need_bias:
+        d_hidden, d_weight, d_bias = linear_ce_backward(
+            row_scale, hidden, weight, bias, labels, class_weight, lse, ignore_index, scale, softcap, label_smoothing,
+            z_loss, dtype, 0.0, 0.0, need_hidden, need_weight, need_bias, workspace,
+        )  # fmt: skip
+    return (loss * row_scale).sum(), d_hidden, d_weight, d_bias, nll, lse, entropy, predicted

@@ -1,0 +1,116 @@
+"""The products of the gradients, eq. (7) and (8), for a number of rows that only the device knows.
+
+A library's product has its shape fixed by the host. Here the rows, or the sum over rows, end where the rows that count
+end, so ignored tokens cost nothing. One program owns a tile of the result: no atomics between programs, always the
+same sum. Where there are no bulk tensor copies the library's product is taken, over all rows; those that do not count
+are zero.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._common import INTERPRETED, compute_dtype, descriptor, has_bulk_copies, is_bulk_readable, on, processors
+
+
+@triton.jit
+def _product_kernel(
+    left,  # (M, K) descriptor, or (K, M) with TRANSPOSED
+    right,  # (K, N) descriptor
+    out,  # (M, N) descriptor with blocks of (BLOCK_M, BLOCK_N / HALVES)
+    count,  # () int64
+    factor,  # () float32
+    M,
+    N,
+    K,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # then the sum over K, else the rows M, end at count
+    ADD: tl.constexpr,
+):
+    """``left @ right * factor`` into ``out``, or ``left @ right`` added to it; one program owns a tile."""
+    n = tl.load(count).to(tl.int32)
+    last = K
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    if TRANSPOSED:
+        last = tl.minimum(n, K)
+    else:
+        tiles_m = tl.cdiv(tl.minimum(n, M), BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for i_tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs):
+        # groups of 8 row tiles walk the columns together, so that both operands stay in the cache
+        group = i_tile // (8 * tiles_n)
+        height = tl.minimum(tiles_m - group * 8, 8)
+        i_m = (group * 8 + i_tile % (8 * tiles_n) % height) * BLOCK_M
+        i_n = (i_tile % (8 * tiles_n) // height) * BLOCK_N
+        b_out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i_k in range(0, last, BLOCK_K):
+            b_right = right.load([i_k, i_n]).to(DTYPE)
+            if TRANSPOSED:
+                b_out = tl.dot(left.load([i_k, i_m]).to(DTYPE).T, b_right, b_out)
+            else:
+                b_out = tl.dot(left.load([i_m, i_k]).to(DTYPE), b_right, b_out)
+        if ADD:
+            # two halves, so that the float32 tile fits shared memory beside the operands; added by the copy engine
+            b_low, b_high = tl.split(tl.permute(tl.reshape(b_out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+            out.atomic_add([i_m, i_n], b_low)
+            out.atomic_add([i_m, i_n + BLOCK_N // 2], b_high)
+        else:
+            out.store([i_m, i_n], (b_out * tl.load(factor)).to(out.dtype))
+
+
+def add_product(left: Tensor, right: Tensor, total: Tensor, count: Tensor, transposed: bool = False) -> None:
+    """``total += left @ right`` (or ``left.T @ right``), ``total`` float32; rows of ``left`` end at ``count``."""
+    # the interpreter's copies cannot add
+    if not INTERPRETED and _bulk(left, right, total):
+        _launch(left, right, total, count, count, transposed, add=True)
+        return
+    total += library_product(left, right, transposed)
+
+
+def store_product(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    count: Tensor,
+    factor: Tensor,  # () float32
+    transposed: bool = False,
+) -> None:
+    """``out = left @ right * factor`` (or ``left.T @ right``); rows of ``left`` end at ``count``."""
+    if out.dtype.itemsize == 2 and _bulk(left, right, out):
+        _launch(left, right, out, count, factor, transposed, add=False)
+        return
+    out.copy_(library_product(left, right, transposed) * factor)
+
+
+def _bulk(left: Tensor, right: Tensor, out: Tensor) -> bool:
+    return has_bulk_copies(out.device) and left.dtype.itemsize == 2 and all(map(is_bulk_readable, (left, right, out)))
+
+
+def _launch(
+    left: Tensor, right: Tensor, out: Tensor, count: Tensor, factor: Tensor, transposed: bool, add: bool
+) -> None:
+    (rows, width), depth = out.shape, right.shape[0]
+    m, n, k = 128, 256, 64
+    grid = min(processors(out.device), triton.cdiv(rows, m) * triton.cdiv(width, n))
+    with on(out.device):
+        _product_kernel[(grid,)](
+            descriptor(left, [k, m] if transposed else [m, k]), descriptor(right, [k, n]),
+            descriptor(out, [m, n // 2 if add else n]), count, factor, rows, width, depth, grid,
+            BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, DTYPE=compute_dtype(left.dtype), TRANSPOSED=transposed, ADD=add,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+
+
+def library_product(left: Tensor, right: Tensor, transposed: bool) -> Tensor:
+    """``left @ right`` (or ``left.T @ right``) by torch, float32, over all rows."""
+    left = left.T if transposed else left
+    if left.dtype == torch.float32 or not left.is_cuda:
+        return left.float() @ right.float()
+    return torch.mm(left, right.to(left.dtype), out_dtype=torch.float32)
