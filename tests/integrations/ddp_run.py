@@ -56,6 +56,7 @@ def main(folder: Path) -> None:
     result["masked"]["equal"] = result["masked"]["equal"].item()
     if trainer.is_world_process_zero():
         (folder / "result.json").write_text(json.dumps(result))
+    torch.distributed.barrier()  # gloo aborts a rank whose peer has gone
     torch.distributed.destroy_process_group()
 
 

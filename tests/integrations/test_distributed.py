@@ -30,7 +30,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
     return json.loads((folder / "result.json").read_text())
 
 
