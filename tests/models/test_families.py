@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import DECODERS, FAMILIES, VOCAB, all_double, assert_same_gradients, batch, make, step, twins
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loss_plugins import patch_model
 
@@ -167,3 +169,37 @@ def test_every_form_of_num_items_in_batch(items: object) -> None:
     ours, theirs = (m(**batch(), num_items_in_batch=items).loss for m in (model, stock))
     assert ours.shape == theirs.shape
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+class Widest(TorchDispatchMode):
+    """The most rows of any tensor that is as wide as the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in torch.utils._pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.shape[-1:] == (VOCAB,):
+                self.rows = max(self.rows, value.numel() // VOCAB)
+        return result
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "flce", "cce"])
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_no_logits_are_made(strategy: str, evaluation: bool) -> None:
+    model, rows = make("gemma2"), batch(rows=8, length=40)
+    handle = patch_model(model, {"loss_strategy": strategy, "loss_options": {"workspace_mb": 0.02}})
+    with Widest() as seen:
+        if evaluation:
+            with handle.scope(loss_only=True), torch.no_grad():
+                model.eval()(**rows)
+        else:
+            model(**rows).loss.backward()
+    assert seen.rows <= 64  # 0 where a kernel makes them, out of sight
+    assert (seen.rows > 0) == (strategy == "chunked")
+    handle.undo()
+    with Widest() as seen:
+        model(**rows)
+    assert seen.rows == 8 * 40
