@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .bench import bench
 from .env import env
 from .estimate import estimate
 from .plan import plan
@@ -23,6 +24,7 @@ app.command(
 app.command()(strategies)
 app.command()(plan)
 app.command()(estimate)
+app.command()(bench)
 app.command()(env)
 
 
