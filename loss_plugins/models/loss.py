@@ -94,16 +94,28 @@ class LossJob:
             return self._projected(hidden, lambda rows: F.linear(rows, weight, bias), strategy)
         hidden, weight, bias = normal.layer(hidden, weight, bias)
         return linear_cross_entropy_stats(
-            hidden, weight, self.target, strategy=config.loss_strategy, options=config.loss_options, bias=bias,
-            logit_scale=normal.scale, softcap=normal.softcap, **self.arguments,
+            hidden,
+            weight,
+            self.target,
+            strategy=config.loss_strategy,
+            options=config.loss_options,
+            bias=bias,
+            logit_scale=normal.scale,
+            softcap=normal.softcap,
+            **self.arguments,
         )
 
     def _projected(self, hidden: Tensor, project: Callable[[Tensor], Tensor], strategy: str) -> LossOutput:
         config = self.frame.handle.config
         options = config.loss_options if strategy == config.loss_strategy else None
         return projected_cross_entropy_stats(
-            lambda rows: replay(project(rows), self.steps), hidden, self.target, vocab=self.vocab, strategy=strategy,
-            options=options, **self.arguments,
+            lambda rows: replay(project(rows), self.steps),
+            hidden,
+            self.target,
+            vocab=self.vocab,
+            strategy=strategy,
+            options=options,
+            **self.arguments,
         )
 
     def _module_call(self) -> Callable[[Tensor], Tensor]:
@@ -168,8 +180,12 @@ def _from_real_logits(frame: Frame, logits: Tensor, call: CrossEntropyCall, argu
         frame.handle.statistics.add(call.target != call.ignore_index)
         weight = arguments["class_weight"]
         return F.cross_entropy(
-            logits, call.target, None if weight is None else weight.to(logits.dtype), ignore_index=call.ignore_index,
-            reduction=call.reduction, label_smoothing=arguments["label_smoothing"],
+            logits,
+            call.target,
+            None if weight is None else weight.to(logits.dtype),
+            ignore_index=call.ignore_index,
+            reduction=call.reduction,
+            label_smoothing=arguments["label_smoothing"],
         )
     output = projected_cross_entropy_stats(
         lambda rows: rows, logits, call.target, vocab=logits.shape[1], strategy="naive", **arguments
@@ -209,5 +225,3 @@ def _tell_when_backward_is_done(frame: Frame, loss: Tensor, hidden: Tensor, weig
             listener()
 
     hook = anchor.register_hook(tell)
-
-

@@ -151,7 +151,8 @@ class PatchHandle:
             logger.warning(
                 "The patch of %s is off, but %s keeps a class that passes everything on: something (FSDP2) has put its "
                 "own class on top since. Undo before wrapping to get the classes back.",
-                self._name, " and ".join(type(module).__name__ for module in left),
+                self._name,
+                " and ".join(type(module).__name__ for module in left),
             )
         self._swapped.clear()
         if model.__dict__.get(HANDLE) is self:
@@ -181,8 +182,7 @@ class PatchHandle:
         counts = self.counts
         lines.append(
             f"  so far: {counts.deferred} deferred, {counts.fused} losses without logits, {counts.materialised} "
-            "materialised"
-            + (f" ({'; '.join(self.materialised_by)})" if self.materialised_by else "")
+            "materialised" + (f" ({'; '.join(self.materialised_by)})" if self.materialised_by else "")
         )
         return "\n".join(lines)
 
@@ -247,7 +247,8 @@ class PatchHandle:
             logger.warning(
                 "%s needs its real logits for %r: they were computed, and the result is exact, but their memory is not "
                 "saved.",
-                self._name, why,
+                self._name,
+                why,
             )
 
     def use_module(self, why: str) -> None:
@@ -278,7 +279,10 @@ class PatchHandle:
         if package is not None and self.active:
             logger.warning(
                 "%s has replaced the forward of %s after it was patched, so loss_strategy %r is not in force. %s",
-                OFF[package], base_class(model).__name__, self.config.loss_strategy, ADVICE[package],
+                OFF[package],
+                base_class(model).__name__,
+                self.config.loss_strategy,
+                ADVICE[package],
             )
 
     def class_weight(self, device: torch.device) -> Tensor | None:
@@ -373,8 +377,13 @@ class PatchHandle:
     # a copy of a patched model is patched, on its own and with nothing counted yet
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "config": self.config, "head_path": self.head_path, "active": self.active,
-                "swapped": list(self._swapped)}
+        return {
+            "model": self.model,
+            "config": self.config,
+            "head_path": self.head_path,
+            "active": self.active,
+            "swapped": list(self._swapped),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["model"], state["config"], state["head_path"])  # type: ignore[misc]

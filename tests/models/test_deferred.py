@@ -107,11 +107,14 @@ RECORDED: dict[str, Post] = {
     "one row": lambda m, z, y: F.cross_entropy(z[1], y[1]),
     "contiguous and clone": lambda m, z, y: plain(z.contiguous().clone(), y),
     "own arguments": lambda m, z, y: F.cross_entropy(
-        z.view(-1, VOCAB), y.view(-1), weight=m.extra.detach().abs(), label_smoothing=0.1, reduction="sum", ignore_index=-100
+        z.view(-1, VOCAB),
+        y.view(-1),
+        weight=m.extra.detach().abs(),
+        label_smoothing=0.1,
+        reduction="sum",
+        ignore_index=-100,
     ),
-    "another ignore_index": lambda m, z, y: F.cross_entropy(
-        z.view(-1, VOCAB), y.clamp(min=0).view(-1), ignore_index=0
-    ),
+    "another ignore_index": lambda m, z, y: F.cross_entropy(z.view(-1, VOCAB), y.clamp(min=0).view(-1), ignore_index=0),
     "none": lambda m, z, y: plain(z, y, reduction="none"),
     "two losses": lambda m, z, y: plain(z, y) + 0.3 * F.cross_entropy(z[:, 0], y[:, 1].clamp(min=0)),
     "iterated": lambda m, z, y: sum(F.cross_entropy(row, target) for row, target in zip(z, y, strict=True)),

@@ -106,8 +106,9 @@ def test_adapting_after_patching(kwargs: dict[str, Any]) -> None:
         if patched:
             patch_model(model, "chunked")
         torch.manual_seed(1)
-        config = peft.LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", "init_lora_weights": False,
-                                    "target_modules": ["q_proj"]} | kwargs)
+        config = peft.LoraConfig(
+            **{"r": 4, "task_type": "CAUSAL_LM", "init_lora_weights": False, "target_modules": ["q_proj"]} | kwargs
+        )
         return peft.get_peft_model(model, config).double().train()
 
     stock, model = build(False), build(True)

@@ -75,7 +75,11 @@ def _module(name: str, source: str) -> Any:
 
 FOREIGN = {
     "liger_kernel.transformers.model.llama": ("def lce_forward(self, *args, **kwargs): pass", "lce_forward", "Liger"),
-    "cut_cross_entropy.transformers.llama": ("def cce_forward(self, *args, **kwargs): pass", "cce_forward", "cut-cross"),
+    "cut_cross_entropy.transformers.llama": (
+        "def cce_forward(self, *args, **kwargs): pass",
+        "cce_forward",
+        "cut-cross",
+    ),
     "trl.trainer.utils": ("def _fused_forward(self, *args, fused_lm_head=False): pass", "_fused_forward", "TRL"),
 }
 
@@ -243,7 +247,9 @@ def test_save_pretrained(tmp_path: Path) -> None:
 def test_through_wrappers() -> None:
     peft = pytest.importorskip("peft", reason="needs PEFT")
     model = make()
-    wrapped = nn.DataParallel(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")))
+    wrapped = nn.DataParallel(
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    )
     compiled = torch.compile(wrapped, backend="eager")
     handle = patch_model(compiled, "cce")
     assert handle.model is model
@@ -262,7 +268,10 @@ def test_trainer_sees_the_same_model() -> None:
     patch_model(model, "cce")
     args = TrainingArguments(use_cpu=True, report_to=[], output_dir="unused")
     facts = [
-        [getattr(Trainer(model=m, args=args), a, None) for a in ("model_accepts_loss_kwargs", "_loss_shifts_labels", "label_names")]
+        [
+            getattr(Trainer(model=m, args=args), a, None)
+            for a in ("model_accepts_loss_kwargs", "_loss_shifts_labels", "label_names")
+        ]
         for m in (stock, model)
     ]
     assert facts[0] == facts[1]
@@ -362,7 +371,15 @@ def test_explain() -> None:
     handle = patch_model(model, {"loss_strategy": "cce", "loss_options": {"filter": "off"}})
     loss_of(model)
     text = handle.explain()
-    for words in ("Gemma2ForCausalLM", "'cce'", "filter", "lm_head", "120 x 32", "1 deferred", "1 losses without logits"):
+    for words in (
+        "Gemma2ForCausalLM",
+        "'cce'",
+        "filter",
+        "lm_head",
+        "120 x 32",
+        "1 deferred",
+        "1 losses without logits",
+    ):
         assert words in text
     assert len(text.splitlines()) <= 6
 

@@ -163,7 +163,9 @@ def test_the_models_own_smoothing_and_weights_cannot_be_doubled() -> None:
         ours(**inputs())
 
 
-@pytest.mark.parametrize("extra", [{"loss_label_smoothing": 0.1}, {"loss_z_loss": 0.1}, {"loss_statistics": ["entropy"]}])
+@pytest.mark.parametrize(
+    "extra", [{"loss_label_smoothing": 0.1}, {"loss_z_loss": 0.1}, {"loss_statistics": ["entropy"]}]
+)
 def test_what_cannot_be_added_is_refused(extra: dict[str, Any]) -> None:
     ours, _ = twin_toys(lambda m, z, y: F.cross_entropy(z.transpose(1, 2), y))
     with patch_model(ours, extra), pytest.raises(ConfigError, match=next(iter(extra))):

@@ -26,8 +26,13 @@ def _gemma3_with_image() -> nn.Module:
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
     )
     config = tf.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=VOCAB - 1, image_token_index=VOCAB - 1,
-        boi_token_index=VOCAB - 2, eoi_token_index=VOCAB - 3,
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_id=VOCAB - 1,
+        image_token_index=VOCAB - 1,
+        boi_token_index=VOCAB - 2,
+        eoi_token_index=VOCAB - 3,
     )
     return tf.Gemma3ForConditionalGeneration(config)
 
@@ -147,7 +152,9 @@ def assert_same_gradients(ours: dict[str, Tensor], stock: dict[str, Tensor], ato
     assert ours.keys() == stock.keys()
     for key, gradient in stock.items():
         assert ours[key].dtype == gradient.dtype, key
-        torch.testing.assert_close(ours[key], gradient, atol=atol, rtol=rtol, equal_nan=True, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            ours[key], gradient, atol=atol, rtol=rtol, equal_nan=True, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 def twins(name: str = "llama", **kwargs: Any) -> tuple[Any, Any]:
