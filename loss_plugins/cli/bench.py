@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ def bench(
             raise ConfigError(f"{str(path)!r} is not a file. Save the tensors there with torch.save first.")
 
     results: list[dict[str, Any]] = []
+    document = {"environment": report(), "missing": missing, "results": results}
+    if output is not None:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
     for name in names:
         made = [flat(SHAPES[name], kind, device)]
         if real_hidden is not None:
@@ -67,12 +71,8 @@ def bench(
                 results += [{"shape": name, "device": device, "dtype": dtype, **row.as_dict()} for row in rows]
                 if not as_json:
                     show_table(f"{name}, {inputs.kind} inputs, {mode}", COLUMNS, [_cells(row) for row in rows])
-    document = {"environment": report(), "missing": missing, "results": results}
-    if output is not None:
-        import json
-
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_text(json.dumps(document, indent=1) + "\n")
+                if output is not None:  # after every table, so that an end that comes early loses nothing
+                    Path(output).write_text(json.dumps(document, indent=1) + "\n")
     if as_json:
         show_json(document)
     elif missing:
