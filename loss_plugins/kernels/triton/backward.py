@@ -191,7 +191,12 @@ def linear_ce_backward(
             add_product(dz[:, :wide], part, d_hidden, count)
         if need_weight:
             store_product(dz[:, :wide], packed, d_weight[first : first + wide], count, unit, transposed=True)
-    d_hidden = (d_hidden * unit).to(hidden.dtype).index_select(0, place) if need_hidden else d_hidden.to(hidden.dtype)
+    del packed, dz  # before dX is rounded, which takes room of its own
+    if need_hidden:
+        d_hidden *= unit
+    d_hidden = d_hidden.to(hidden.dtype)
+    if need_hidden:
+        d_hidden = d_hidden.index_select(0, place)
     return d_hidden, d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
 
 
