@@ -8,4 +8,6 @@ source scripts/environment.sh
 
 environment .venv "" -e ".[quickstart]"
 
+# On a busy machine, threads that wait by spinning take the cores from those that compute.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 exec "$python" -m loss_plugins train configs/quickstart.yaml "$@"
