@@ -43,6 +43,7 @@ def test_strategies_of_one_job_agree_and_are_compared(job: Job) -> None:
         assert results[name]["losses"] == pytest.approx(results["naive"]["losses"], abs=1e-5)
         assert name in result.stdout
     assert len(set(results["naive"]["losses"])) == 4, "the curve of a model that does not train proves nothing"
+    assert {path.name for path in job.output.iterdir()} == {"summary.json", "loss.png", "memory.png", "tokenizer"}
     for figure in ("loss.png", "memory.png"):
         assert (job.output / figure).read_bytes().startswith(b"\x89PNG")
         assert figure in result.stdout

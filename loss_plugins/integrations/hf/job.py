@@ -94,6 +94,8 @@ def run(args: LossPluginArguments, model: ModelArguments, data: DataArguments, j
             changes: dict[str, Any] = {"loss_strategy": name, "output_dir": str(folder)}
             own = replace(args, **changes)
         results[name] = _train(own, model, data, material, cache=_cache(args), label=name if job.strategies else None)
+        if job.strategies and args.process_index == 0 and not any(Path(str(own.output_dir)).iterdir()):
+            Path(str(own.output_dir)).rmdir()  # the Trainer makes it even where nothing is saved
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
