@@ -69,9 +69,11 @@ def backend_for(kernels: str, profile: DeviceProfile, dtype: torch.dtype | None 
     return "triton" if profile.can_triton and not profile.interpreted and dtype != torch.float64 else "torch"
 
 
-def workspace_bytes(workspace_mb: float | None, most_mb: int, logits_bytes: int) -> int:
-    """Bytes of logits that may exist at a time: what was asked for, or an eighth of the whole matrix within
-    [16 MiB, ``most_mb``], so that a small problem saves memory too and a large one keeps its products large."""
+def workspace_bytes(
+    workspace_mb: float | None, most_mb: int, logits_bytes: int, share: int = 8, least_mb: int = 16
+) -> int:
+    """Bytes of logits that may exist at a time: what was asked for, or one ``share`` of the whole matrix within
+    [``least_mb``, ``most_mb``], so that a small problem saves memory too and a large one keeps its products large."""
     if workspace_mb is not None:
         return max(1, int(workspace_mb * MIB))
-    return max(16 * MIB, min(most_mb * MIB, logits_bytes // 8))
+    return max(least_mb * MIB, min(most_mb * MIB, logits_bytes // share))

@@ -39,7 +39,7 @@ class CceOptions:
         metadata={"help": "auto, off, or the probability below which a whole column of a tile is left out."},
     )
     workspace_mb: float | None = field(
-        default=None, metadata={"help": "Mebibytes that a tile may take. Default: an eighth of all logits, 16 to 128."}
+        default=None, metadata={"help": "Mebibytes that a tile may take. Default: a 32nd of all logits, 4 to 128."}
     )
     kernels: str = field(default="auto", metadata={"help": "auto, torch or triton."})
 
@@ -93,7 +93,8 @@ class Cce:
         return peak
 
     def tile_bytes(self, problem: Problem, options: CceOptions) -> int:
-        return workspace_bytes(options.workspace_mb, 128, problem.logits_bytes)
+        # a tile's products are large long before a chunk's are, which has all columns
+        return workspace_bytes(options.workspace_mb, 128, problem.logits_bytes, share=32, least_mb=4)
 
     def backends(
         self, profile: DeviceProfile, options: CceOptions, dtype: torch.dtype | None = None

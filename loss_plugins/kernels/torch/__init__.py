@@ -4,7 +4,8 @@ Entry functions, the same names in every backend: `linear_ce_forward`, `linear_c
 `matmul`, `project`, `project_back` and `dropped_mass` serve the rooms above.
 """
 
-from ._tiles import COLUMNS, matmul, project, project_back
+from .._matmul import matmul
+from ._tiles import COLUMNS, project, project_back
 from .flce import flce_forward
 from .linear_ce import dropped_mass, linear_ce_backward, linear_ce_forward
 

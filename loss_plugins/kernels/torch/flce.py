@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._matmul import matmul
 from .._rows import accumulator, row_coefficients, row_terms
-from ._tiles import COLUMNS, matmul, operand, project, project_back, row_gradient, spans, transform_, untransform_
+from ._tiles import COLUMNS, operand, project, project_back, row_gradient, spans, transform_, untransform_
 
 
 def flce_forward(

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._matmul import matmul
 from .._rows import accumulator, row_coefficients, row_terms
-from ._tiles import matmul, operand, row_gradient, spans, transform_, untransform_
+from ._tiles import operand, row_gradient, spans, transform_, untransform_
 
 
 def tile_shape(rows: int, vocab: int, tile_bytes: int, itemsize: int) -> tuple[int, int]:

@@ -102,6 +102,12 @@ def can_tma(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     return has_bulk_copies(hidden.device) and is_bulk_readable(hidden) and is_bulk_readable(weight)
 
 
+def can_cast(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether slices of the weight could be read so once they are cast: a float32 head under autocast."""
+    half = dtype.itemsize == 2 and hidden.dtype == dtype and weight.dtype != dtype
+    return half and has_bulk_copies(hidden.device) and is_bulk_readable(hidden) and weight.shape[1] % 8 == 0
+
+
 def has_bulk_copies(device: torch.device) -> bool:
     """Whether the device has a tensor memory accelerator: Hopper or later, or the interpreter."""
     if TensorDescriptor is None:

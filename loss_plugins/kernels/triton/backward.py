@@ -21,6 +21,7 @@ from .._rows import row_coefficients
 from ._common import (
     Blocks,
     blocks_for,
+    can_cast,
     can_tma,
     compute_dtype,
     counted_first,
@@ -37,7 +38,7 @@ from .product import add_product, store_product
 @triton.jit
 def _dz_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
-    weight,  # (V, H) descriptor or pointer
+    weight,  # (C, H) descriptor or pointer, the slice
     bias,  # (V,)
     labels,  # (N,) int64
     class_weight,  # (V,)
@@ -89,9 +90,9 @@ def _dz_kernel(
             columns = weight
         else:
             rows = hidden + o_n.to(tl.int64)[:, None] * hidden_row
-            columns = weight + o_v.to(tl.int64)[None, :] * weight_row
+            columns = weight + o_c.to(tl.int64)[None, :] * weight_row
         b_z = logits_tile(
-            rows, columns, hidden_col, weight_col, i_n, first + i_c, m_n, m_v, H, BLOCK_N, BLOCK_V, BLOCK_H, DTYPE,
+            rows, columns, hidden_col, weight_col, i_n, i_c, m_n, m_v, H, BLOCK_N, BLOCK_V, BLOCK_H, DTYPE,
             PRECISION, TMA,
         )  # fmt: skip
         b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
@@ -151,7 +152,8 @@ def linear_ce_backward(
     packed = hidden.index_select(0, order).to(dtype)
     # the sum over rows of eq. (8) ends inside a block: what lies behind the rows that count must be zero, not undefined
     packed.mul_((torch.arange(rows, device=hidden.device) < count)[:, None])
-    blocks = blocks_for(rows, dtype, can_tma(packed, weight, dtype))
+    readable = can_cast(packed, weight, dtype) or can_tma(packed, weight, dtype)
+    blocks = blocks_for(rows, dtype, readable)
     columns = _slice_columns(rows, width, vocab, need_hidden, dtype, blocks, tile_bytes)
     height = triton.cdiv(rows, blocks.n)
 
@@ -167,24 +169,25 @@ def linear_ce_backward(
     for first in range(0, vocab, columns):
         wide = min(columns, vocab - first)
         grid = min(programs, height * triton.cdiv(wide, blocks.v))
+        part = weight[first : first + wide]
+        part = part.to(dtype) if blocks.tma else part
         with on(hidden.device):
             _dz_kernel[(grid,)](
                 descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed,
-                descriptor(weight, [blocks.v, blocks.h]) if blocks.tma else weight,
+                descriptor(part, [blocks.v, blocks.h]) if blocks.tma else part,
                 bias if bias is not None else packed,
                 labels_,
                 class_weight if class_weight is not None else packed,
                 lse_, coef_p, coef_label, coef_weight, count,
                 descriptor(dz, [blocks.n, blocks.v]) if blocks.tma else dz,
                 bias_parts, rows, vocab, first, columns, grid,
-                packed.stride(0), packed.stride(1), weight.stride(0), weight.stride(1), float(scale), float(softcap),
+                packed.stride(0), packed.stride(1), part.stride(0), part.stride(1), float(scale), float(softcap),
                 H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h,
                 DTYPE=compute_dtype(dtype), PRECISION=precision(packed, dtype), TMA=blocks.tma,
                 HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
                 HAS_SMOOTHING=label_smoothing > 0, HAS_CLASS_WEIGHT=class_weight is not None, NEED_BIAS=need_bias,
                 num_warps=blocks.warps, num_stages=blocks.stages,
             )  # fmt: skip
-        part = weight[first : first + wide]
         if need_bias:
             d_bias[first : first + wide] = bias_parts[:, :wide].sum(0) * unit
         if need_hidden:

@@ -277,7 +277,7 @@ def _exp_chunk(
     offset = torch.nan_to_num(offset, nan=-1e30, neginf=-1e30, posinf=1e30).clamp(-1e30, 1e30)
     tiles = triton.cdiv(vocab, blocks.v)
     programs = programs_for(rows, tiles, blocks, device)
-    parts = torch.empty(5, programs, blocks.n, dtype=torch.float32, device=device)
+    parts = torch.empty(5, 1, programs, blocks.n, dtype=torch.float32, device=device)
     best = torch.empty(programs if want_predicted else 0, blocks.n, dtype=torch.int32, device=device)
     best_value = torch.empty_like(best, dtype=torch.float32)
     tile_offset = torch.empty(tiles, rows, dtype=torch.float32, device=device)

@@ -1,10 +1,11 @@
 """Cut cross-entropy, forward: one pass over the vocabulary, nothing of size ``N * V`` anywhere.
 
-Each program owns a block of rows and a strip of the vocabulary. It keeps its rows' running maximum, sum and label
-logit in registers, eq. (2), and writes them once; a second, tiny kernel merges the strips. No atomics and no locks, so
-the result is the same every time. How many rows count is known on the device only, so there the programs divide the
-work among themselves: with half of the rows ignored there are twice as many strips. Peak beside the results: a copy of
-the rows, ``N * H``, with those that count first, and six numbers a program and row.
+Each program owns a block of rows and a strip of the vocabulary. It keeps its rows' running maximum, sum and label logit
+in registers, eq. (2), and writes them once; a second, tiny kernel merges the strips. No atomics and no locks, so the
+result is the same every time. How many rows count is known on the device only, so there the programs divide the work
+among themselves: with half of the rows ignored there are twice as many strips.
+Peak beside the results: a copy of the rows, ``N * H``, with those that count first; six numbers a program and row; and
+64 MiB of the weight in the operands' type where it has another (a float32 head under autocast).
 
 Letters: N rows, H hidden width, V vocabulary.
 """
@@ -20,6 +21,7 @@ from .._rows import row_terms
 from ._common import (
     Blocks,
     blocks_for,
+    can_cast,
     can_tma,
     compute_dtype,
     counted_first,
@@ -35,15 +37,18 @@ from ._common import (
 @triton.jit
 def _linear_ce_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
-    weight,  # (V, H) descriptor or pointer
-    bias,  # (V,)
+    weight,  # (V, H) descriptor or pointer, the slice
+    bias,  # of the whole vocabulary
     labels,  # (N,) int64
-    class_weight,  # (V,)
+    class_weight,  # of the whole vocabulary
     count,  # () int64, how many rows count
-    parts,  # (5, programs, BLOCK_N) float32: maximum, sum, label logit, weighted sum, moment
-    best,  # (programs, BLOCK_N) int32
-    V,
-    tiles,
+    parts,  # (5, slices, programs, BLOCK_N) float32: maximum, sum, label logit, weighted sum, moment
+    best,  # (slices, programs, BLOCK_N) int32
+    first,  # first column of this slice of the vocabulary
+    V,  # columns of this slice
+    i_slice,
+    slices,
+    tiles,  # of a whole slice
     hidden_row,
     hidden_col,
     weight_row,
@@ -98,17 +103,17 @@ def _linear_ce_kernel(
             rows, columns, hidden_col, weight_col, i_block * BLOCK_N, i_tile * BLOCK_V, m_n, m_v, H, BLOCK_N, BLOCK_V,
             BLOCK_H, DTYPE, PRECISION, TMA,
         )  # fmt: skip
-        b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+        b_z = transform(b_z, bias + first, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
         if HAS_SMOOTHING:
             b_real = tl.where(m_v[None, :], b_z, 0.0)
             if HAS_CLASS_WEIGHT:
-                b_real *= tl.load(class_weight + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]
+                b_real *= tl.load(class_weight + first + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]
             b_weighted += tl.sum(b_real, 1)
-        b_target += tl.sum(tl.where(o_v[None, :] == b_label[:, None], b_z, 0.0), 1)
+        b_target += tl.sum(tl.where((first + o_v)[None, :] == b_label[:, None], b_z, 0.0), 1)
         b_z = tl.where(m_v[None, :], b_z, float("-inf"))
         b_tile_max = tl.max(b_z, 1)
         if WANT_BEST:
-            b_tile_best = tl.argmax(b_z, 1) + i_tile * BLOCK_V
+            b_tile_best = tl.argmax(b_z, 1) + first + i_tile * BLOCK_V
             b_best = tl.where(b_tile_max > b_top, b_tile_best, b_best)
             b_top = tl.maximum(b_top, b_tile_max)
         b_new = tl.maximum(b_max, b_tile_max)
@@ -124,8 +129,9 @@ def _linear_ce_kernel(
         b_sum = b_sum * b_carry + tl.sum(b_share, 1)
         b_max = b_new
 
-    p_part = parts + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    size = programs * BLOCK_N
+    o_part = (i_slice * programs + tl.program_id(0)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    p_part = parts + o_part
+    size = slices * programs * BLOCK_N
     tl.store(p_part, b_max)
     tl.store(p_part + size, b_sum)
     tl.store(p_part + 2 * size, b_target)
@@ -134,7 +140,7 @@ def _linear_ce_kernel(
     if WANT_ENTROPY:
         tl.store(p_part + 4 * size, b_moment)
     if WANT_BEST:
-        tl.store(best + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), b_best)
+        tl.store(best + o_part, b_best)
 
 
 @triton.jit
@@ -145,13 +151,14 @@ def strips_of(n, programs, tiles, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _merge_kernel(
-    parts,  # (5, programs, BLOCK_N) float32
-    best,  # (programs, BLOCK_N) int32
-    best_value,  # (programs, BLOCK_N) float32
+    parts,  # (5, slices, programs, BLOCK_N) float32
+    best,  # (slices, programs, BLOCK_N) int32
+    best_value,  # (slices, programs, BLOCK_N) float32
     count,  # () int64
     out,  # (5, N) float32
     out_best,  # (N,) int32
     N,
+    slices,
     programs,
     tiles,
     BLOCK_N: tl.constexpr,
@@ -164,7 +171,7 @@ def _merge_kernel(
     if i_block * BLOCK_N >= n:
         return
     strips = strips_of(n, programs, tiles, BLOCK_N)
-    size = programs * BLOCK_N
+    size = slices * programs * BLOCK_N
     b_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_N,), tl.float32)
     b_target = tl.zeros((BLOCK_N,), tl.float32)
@@ -172,8 +179,9 @@ def _merge_kernel(
     b_moment = tl.zeros((BLOCK_N,), tl.float32)
     b_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     b_best = tl.zeros((BLOCK_N,), tl.int32)
-    for i_strip in range(strips):
-        o_part = (i_block * strips + i_strip) * BLOCK_N + tl.arange(0, BLOCK_N)
+    for i_part in range(slices * strips):
+        i_program = i_part // strips * programs + i_block * strips + i_part % strips
+        o_part = i_program * BLOCK_N + tl.arange(0, BLOCK_N)
         b_max_s = tl.load(parts + o_part)
         b_sum_s = tl.load(parts + size + o_part)
         b_target += tl.load(parts + 2 * size + o_part)
@@ -227,26 +235,33 @@ def linear_ce_forward(
     order, place, count = counted_first(labels, ignore_index)
     valid = labels != ignore_index
     packed = hidden.index_select(0, order).to(dtype)
-    blocks = blocks_for(rows, dtype, can_tma(packed, weight, dtype), tall=True)
-    tiles = triton.cdiv(vocab, blocks.v)
+    cast = can_cast(packed, weight, dtype)
+    blocks = blocks_for(rows, dtype, cast or can_tma(packed, weight, dtype), tall=True)
+    columns = cast_columns(width, dtype, blocks) if cast and blocks.tma else vocab
+    slices, tiles = triton.cdiv(vocab, columns), triton.cdiv(min(columns, vocab), blocks.v)
     programs = programs_for(rows, tiles, blocks, hidden.device)
-    parts = torch.empty(5, programs, blocks.n, dtype=torch.float32, device=hidden.device)
-    best = torch.empty(programs if want_predicted else 0, blocks.n, dtype=torch.int32, device=hidden.device)
+    parts = torch.empty(5, slices, programs, blocks.n, dtype=torch.float32, device=hidden.device)
+    best = torch.empty(slices if want_predicted else 0, programs, blocks.n, dtype=torch.int32, device=hidden.device)
+    sorted_labels = labels[order]
     with on(hidden.device):
-        _linear_ce_kernel[(programs,)](
-            descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed,
-            descriptor(weight, [blocks.v, blocks.h]) if blocks.tma else weight,
-            bias if bias is not None else packed,
-            labels[order],
-            class_weight if class_weight is not None else packed,
-            count, parts, best, vocab, tiles,
-            packed.stride(0), packed.stride(1), weight.stride(0), weight.stride(1), float(scale), float(softcap),
-            H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h,
-            DTYPE=compute_dtype(dtype), PRECISION=precision(packed, dtype), TMA=blocks.tma,
-            HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
-            HAS_SMOOTHING=label_smoothing > 0, HAS_CLASS_WEIGHT=class_weight is not None,
-            WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
+        for i_slice in range(slices):
+            first = i_slice * columns
+            part = weight[first : first + columns]
+            part = part.to(dtype) if blocks.tma else part
+            _linear_ce_kernel[(programs,)](
+                descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed,
+                descriptor(part, [blocks.v, blocks.h]) if blocks.tma else part,
+                bias if bias is not None else packed,
+                sorted_labels,
+                class_weight if class_weight is not None else packed,
+                count, parts, best, first, part.shape[0], i_slice, slices, tiles,
+                packed.stride(0), packed.stride(1), part.stride(0), part.stride(1), float(scale), float(softcap),
+                H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h,
+                DTYPE=compute_dtype(dtype), PRECISION=precision(packed, dtype), TMA=blocks.tma,
+                HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
+                HAS_SMOOTHING=label_smoothing > 0, HAS_CLASS_WEIGHT=class_weight is not None,
+                WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, num_warps=blocks.warps, num_stages=blocks.stages,
+            )  # fmt: skip
         merged, top = merge_strips(
             parts, best, parts[0], count, rows, tiles, blocks, label_smoothing > 0, want_entropy, want_predicted
         )
@@ -280,10 +295,15 @@ def merge_strips(
     merged = torch.zeros(5, rows, dtype=torch.float32, device=parts.device)
     top = torch.zeros(rows if want_predicted else 0, dtype=torch.int32, device=parts.device)
     _merge_kernel[(triton.cdiv(rows, blocks.n),)](
-        parts, best, best_value, count, merged, top, rows, parts.shape[1], tiles, BLOCK_N=blocks.n,
+        parts, best, best_value, count, merged, top, rows, parts.shape[1], parts.shape[2], tiles, BLOCK_N=blocks.n,
         HAS_SMOOTHING=smoothing, WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted,
     )  # fmt: skip
     return merged, top
+
+
+def cast_columns(width: int, dtype: torch.dtype, blocks: Blocks) -> int:
+    """Columns of a slice whose cast weight takes 64 MiB: room beside the results, and still many tiles."""
+    return max(blocks.v, (64 << 20) // (width * dtype.itemsize) // blocks.v * blocks.v)
 
 
 def programs_for(rows: int, tiles: int, blocks: Blocks, device: torch.device) -> int:

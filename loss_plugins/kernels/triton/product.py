@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._matmul import matmul
 from ._common import INTERPRETED, compute_dtype, descriptor, has_bulk_copies, is_bulk_readable, on, processors
 
 
@@ -86,6 +87,11 @@ def store_product(
     if out.dtype.itemsize == 2 and _bulk(left, right, out):
         _launch(left, right, out, count, factor, transposed, add=False)
         return
+    if out.dtype == torch.float32 and not INTERPRETED and _bulk(left, right, out):
+        out.zero_()
+        _launch(left, right, out, count, factor, transposed, add=True)
+        out *= factor
+        return
     out.copy_(library_product(left, right, transposed) * factor)
 
 
@@ -110,7 +116,4 @@ def _launch(
 
 def library_product(left: Tensor, right: Tensor, transposed: bool) -> Tensor:
     """``left @ right`` (or ``left.T @ right``) by torch, float32, over all rows."""
-    left = left.T if transposed else left
-    if left.dtype == torch.float32 or not left.is_cuda:
-        return left.float() @ right.float()
-    return torch.mm(left, right.to(left.dtype), out_dtype=torch.float32)
+    return matmul(left.T if transposed else left, right.to(left.dtype))
