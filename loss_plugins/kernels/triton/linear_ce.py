@@ -34,7 +34,7 @@ from ._common import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "i_slice", "slices"])
 def _linear_ce_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
     weight,  # (V, H) descriptor or pointer, the slice
