@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -74,6 +74,14 @@ class LossConfig:
             )
         self._number("loss_label_smoothing", 0.0, 1.0)
         self._number("loss_z_loss", 0.0, math.inf)
+        self._list("loss_class_weight", "numbers, one a vocabulary entry", _is_finite)
+        self._list("loss_statistics", f"names: {', '.join(STATISTICS)}", lambda value: isinstance(value, str))
+        key = self.loss_token_weight_key
+        if not isinstance(key, str) or key in ("", "labels", "input_ids"):
+            raise ConfigError(
+                f"loss_token_weight_key must be the name of a column that holds weights, got {key!r}. Leave it out for "
+                "'token_weight'."
+            )
         for name in self.loss_statistics or ():
             if name not in STATISTICS:
                 raise ConfigError(unknown_name("entry of loss_statistics", str(name), STATISTICS))
@@ -83,6 +91,16 @@ class LossConfig:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or math.isinf(value):
             raise ConfigError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}. Leave it out for 0.")
+
+    def _list(self, name: str, of: str, good: Callable[[Any], bool]) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ConfigError(f"{name} must be a list of {of}; got {value!r}. Leave it out for none.")
+        for place, entry in enumerate(value):
+            if not good(entry):
+                raise ConfigError(f"{name} must be a list of {of}; entry {place} is {entry!r}. Leave it out for none.")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -110,3 +128,7 @@ class LossConfig:
         raise ConfigError(
             f"A loss config must be a strategy's name, a mapping or a LossConfig, got {type(value).__name__}."
         )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -22,10 +22,11 @@ class Registry:
         package: The room's package, for example ``loss_plugins.strategies``.
         attribute: The name that an entry's module exports, for example ``STRATEGY``.
         kind: The word for error messages, for example ``loss strategy``.
+        members: What every entry has, to refuse what others point at by mistake.
     """
 
-    def __init__(self, package: str, attribute: str, kind: str) -> None:
-        self.package, self.attribute, self.kind = package, attribute, kind
+    def __init__(self, package: str, attribute: str, kind: str, members: tuple[str, ...] = ()) -> None:
+        self.package, self.attribute, self.kind, self.members = package, attribute, kind, members
 
     def builtin(self) -> list[str]:
         """Names of the room's own files."""
@@ -40,20 +41,32 @@ class Registry:
         """The object behind ``name``.
 
         Raises:
-            ConfigError: the name is unknown, or what it points at does not exist.
+            ConfigError: the name is unknown, or what it points at does not exist or is no such thing.
         """
         if name in self.builtin():
             return getattr(importlib.import_module(f"{self.package}.{name}"), self.attribute)
         for entry in entry_points(group=self.package):
             if entry.name == name:
-                return entry.load()
+                return self._checked(name, entry.load())
         if ":" in name:
             module, _, attribute = name.partition(":")
             try:
-                return getattr(importlib.import_module(module), attribute)
-            except (ImportError, AttributeError) as error:
+                found = getattr(importlib.import_module(module), attribute)
+            except (ImportError, AttributeError, ValueError, TypeError) as error:
                 raise ConfigError(
                     f"{self.kind} {name!r} could not be loaded: {error}. Check the path (package.module:attribute), "
                     f"or use one of: {', '.join(self.names())}."
                 ) from error
+            return self._checked(name, found)
         raise ConfigError(unknown_name(self.kind, name, self.names()))
+
+    def _checked(self, name: str, found: Any) -> Any:
+        missing = [member for member in self.members if not hasattr(found, member)]
+        if self.members and (missing or isinstance(found, type)):
+            what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+            lacks = f" without {', '.join(missing)}" if missing else ""
+            raise ConfigError(
+                f"{self.kind} {name!r} points at {what}{lacks}, and an object with {', '.join(self.members)} is "
+                "needed. Point at one: package.module:attribute."
+            )
+        return found

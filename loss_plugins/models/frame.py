@@ -59,7 +59,7 @@ class Frame:
             self.handle.counts.deferred += 1
         vocab = self.head.width(hidden)
         device, dtype = hidden.device.type, hidden.dtype
-        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
         return DeferredLogits(self, hidden, vocab, dtype)
 

@@ -195,7 +195,9 @@ def _compute(
         labels, valid = torch.where(bad, given.ignore_index, labels), valid & ~bad
         poison = torch.where(bad, torch.nan, 0.0).to(acc)
 
-    each = valid.to(acc) if given.token_weight is None else given.token_weight.reshape(-1).to(acc) * valid
+    each = (
+        valid.to(acc) if given.token_weight is None else torch.where(valid, given.token_weight.reshape(-1).to(acc), 0.0)
+    )
     counted = each
     if given.class_weight is not None:
         counted = each * given.class_weight.to(acc)[torch.where(valid, labels, 0)]

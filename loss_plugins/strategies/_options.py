@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -37,7 +38,9 @@ def parse_options(strategy: str, schema: type[T], given: Mapping[str, Any] | Non
 
 def check_workspace(value: Any) -> None:
     """``workspace_mb`` as every strategy understands it: mebibytes above 0, or None for the strategy's own rule."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
+    ):
         raise ConfigError(
             f"workspace_mb must be a number of mebibytes above 0, got {value!r}. Leave it out for the default."
         )

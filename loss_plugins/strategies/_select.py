@@ -17,7 +17,12 @@ from ._options import MIB, parse_options
 
 logger = logging.getLogger(__name__)
 
-STRATEGIES = Registry("loss_plugins.strategies", "STRATEGY", "loss strategy")
+STRATEGIES = Registry(
+    "loss_plugins.strategies",
+    "STRATEGY",
+    "loss strategy",
+    members=("name", "Options", "check", "peak_bytes", "kernels", "__call__"),
+)
 
 SMALL = 64 * MIB
 """Below this many bytes of logits the plain way is the fastest and its memory does not matter."""
@@ -55,6 +60,13 @@ def select(
         ConfigError: an unknown strategy or option.
         UnsupportedError: a strategy that was asked for by name cannot run here.
     """
+    if not isinstance(strategy, str):
+        raise ConfigError(f"strategy must be a name such as 'cce', got {strategy!r}. Leave it out for 'auto'.")
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(
+            f"options must be a mapping such as {{'workspace_mb': 256}}, got {options!r}. Leave it out for the "
+            "defaults."
+        )
     if strategy != "auto":
         chosen, parsed = _prepared(strategy, options)
         reason = chosen.check(problem, profile, parsed)

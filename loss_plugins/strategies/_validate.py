@@ -81,9 +81,16 @@ def check_arguments(
     for name, tensor in (("bias", bias), ("class_weight", class_weight)):
         if tensor is not None:
             _check_per_class(name, tensor, vocab, hidden.device)
+    if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
+        raise ConfigError(
+            "class_weight requires a gradient, and the loss has none for it, as torch's F.cross_entropy has none. Pass "
+            "class_weight.detach(), or multiply per-token losses (reduction='none') by weights that are trained."
+        )
     if reduction not in REDUCTIONS:
         raise ConfigError(unknown_name("reduction", str(reduction), REDUCTIONS))
     shift = _check_shift(shift, labels)
+    # before any comparison: a narrow type would turn ignore_index into one of its own values
+    labels = labels.to(torch.int64)
     number("label_smoothing", label_smoothing, 0.0, 1.0)
     number("z_loss", z_loss, 0.0, math.inf)
     number("logit_scale", 1.0 if logit_scale is None else logit_scale, -math.inf, math.inf)
@@ -99,7 +106,7 @@ def check_arguments(
     return Checked(
         hidden=hidden,
         weight=weight,
-        labels=labels.to(torch.int64),
+        labels=labels,
         vocab=vocab,
         dtype=_compute_dtype(hidden, weight),
         bias=bias,
@@ -124,7 +131,7 @@ def number(name: str, value: float, low: float, high: float) -> None:
 
 
 def _check_head(hidden: Tensor, weight: Tensor | None) -> None:
-    if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.dim() < 1:
+    if not _is_plain_float(hidden) or hidden.dim() < 1 or hidden.shape[-1] == 0:
         raise ConfigError(
             f"hidden must be a floating tensor of shape [..., H], got {_what(hidden)}. Pass the last hidden states."
         )
@@ -142,7 +149,7 @@ def _check_head(hidden: Tensor, weight: Tensor | None) -> None:
             f"weight is partitioned by DeepSpeed ZeRO-3 (its full shape is {tuple(weight.ds_shape)}, nothing of it is "
             "here). Patch the model instead (patch_model), or call inside deepspeed.zero.GatheredParameters."
         )
-    if not weight.is_floating_point() or weight.dim() != 2:
+    if not _is_plain_float(weight) or weight.dim() != 2:
         raise ConfigError(
             f"weight must be a floating tensor of shape [V, H], got {_what(weight)}. "
             "A quantised head must be called as a module: patch the model instead (patch_model)."
@@ -184,6 +191,7 @@ def _check_labels(hidden: Tensor, labels: Tensor, token_weight: Tensor | None) -
         )
     if token_weight is not None and (
         not isinstance(token_weight, Tensor)
+        or token_weight.is_complex()
         or token_weight.shape != labels.shape
         or token_weight.device != labels.device
     ):
@@ -239,7 +247,12 @@ def _check_items(value: int | float | Tensor | None, reduction: str, device: tor
                 f"num_items_in_batch must be a number or a tensor of one element, got shape {tuple(value.shape)}."
             )
         return value.detach().to(device, non_blocking=True)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(
+            f"num_items_in_batch must be an int, a float or a tensor of one element, got {value!r}. Convert it, or "
+            "leave it out for the mean over tokens."
+        )
+    if not value > 0:
         raise ConfigError(f"num_items_in_batch must be above 0, got {value!r}. Leave it out for the mean over tokens.")
     # full, not tensor: a fill is launched, a copy from the host would be waited for
     return torch.full((), float(value), device=device, dtype=torch.float64 if device.type != "mps" else torch.float32)
@@ -248,9 +261,14 @@ def _check_items(value: int | float | Tensor | None, reduction: str, device: tor
 def _compute_dtype(hidden: Tensor, weight: Tensor | None) -> torch.dtype:
     device = hidden.device.type
     wide = hidden.dtype if weight is None else torch.promote_types(hidden.dtype, weight.dtype)
-    if torch.is_autocast_enabled(device) and wide != torch.float64:
+    if device != "meta" and torch.is_autocast_enabled(device) and wide != torch.float64:
         return torch.get_autocast_dtype(device)
     return wide
+
+
+def _is_plain_float(value: object) -> bool:
+    """Whether ``value`` is a tensor that can be multiplied as it is; 8-bit floats mean nothing without their scales."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize >= 2
 
 
 def _what(value: object) -> str:

@@ -44,7 +44,7 @@ class CceOptions:
     kernels: str = field(default="auto", metadata={"help": "auto, torch or triton."})
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
+        if not isinstance(self.preset, str) or self.preset not in PRESETS:
             raise ConfigError(unknown_name("cce preset", str(self.preset), PRESETS))
         if self.filter is False:  # YAML reads a bare `off` as false
             object.__setattr__(self, "filter", "off")

@@ -71,7 +71,8 @@ class Flce:
         problem = rows.problem()
         assert rows.weight is not None
         backend = backend_for(options.kernels, profile, rows.dtype)
-        if not rows.reduce:
+        # gradients made in the forward know nothing of the weights that the rows will have been given
+        if not rows.reduce or (torch.is_grad_enabled() and rows.row_scale.requires_grad):
             budget = workspace_bytes(options.workspace_mb, 1024, problem.logits_bytes)
             return recomputed(rows, budget, forward_kernels=backend, backward_kernels=backend)
         total, _, _, _, nll, lse, entropy, predicted = ops.flce(

@@ -168,3 +168,13 @@ def test_the_patch_stays_and_generation_is_what_it_was(tmp_path: Path) -> None:
     callback.loss_handle.undo()
     assert type(made.model) is LlamaForCausalLM
     assert torch.equal(patched, made.model.generate(ids, **kwargs))
+
+
+def test_without_a_config_the_arguments_settings_are_taken(tmp_path: Path) -> None:
+    callback = LossPluginCallback()
+    run(Trainer, tmp_path, trainer=with_callback(callback), loss_strategy="flce", loss_z_loss=0.1)
+    assert callback.loss_handle is not None
+    assert callback.loss_handle.config == LossConfig("flce", loss_z_loss=0.1)
+    own = LossPluginCallback("cce")
+    run(Trainer, tmp_path, trainer=with_callback(own), loss_strategy="flce")
+    assert own.loss_handle is not None and own.loss_handle.config == LossConfig("cce")

@@ -26,6 +26,7 @@ from small_runs import (
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Trainer
 
 from loss_plugins import LossConfig, LossPluginTrainer
+from loss_plugins.errors import ConfigError
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -359,3 +360,14 @@ def test_memory_can_be_left_unmeasured(tmp_path: Path) -> None:
     made = run(Quick, tmp_path, loss_strategy="cce")
     assert made.loss_report["loss_peak_bytes"] == 0
     assert not logged(made, "loss_plugins/peak_loss_mib")
+
+
+def test_an_interrupted_training_leaves_nothing_with_the_model(tmp_path: Path) -> None:
+    data = rows(8)
+    data[3]["labels"][-1] = VOCAB + 7
+    trainer = LossPluginTrainer(llama(), arguments(tmp_path), loss_config="cce", train_dataset=data)
+    with pytest.raises(ConfigError, match="labels hold"):
+        trainer.train()
+    handle = trainer.loss_handle
+    assert handle is not None
+    assert not handle.before_loss and not handle.after_loss_backward and not handle.shared_scopes

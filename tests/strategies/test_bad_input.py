@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +57,22 @@ CASES = {
     "class weight of another size": ({"class_weight": torch.ones(8)}, r"class_weight must be a floating tensor of shape \[17\]"),
     "class weight elsewhere": ({"class_weight": torch.ones(17, device="meta")}, r"class_weight is on meta"),
     "token weight of another shape": ({"token_weight": torch.ones(5)}, r"token_weight must be a tensor of the labels' shape \(6,\)"),
+    "token weight complex": ({"token_weight": torch.ones(6, dtype=torch.complex64)}, r"token_weight must be a tensor.*got complex64"),
+    "class weight that is trained": ({"class_weight": torch.ones(17, requires_grad=True)}, r"class_weight requires a gradient.*class_weight\.detach\(\)"),
+    "hidden of no width": ({"hidden": torch.randn(6, 0), "weight": torch.randn(17, 0)}, r"hidden must be a floating tensor.*\(6, 0\)"),
+    "hidden of 8 bits": ({"hidden": HIDDEN.to(torch.float8_e4m3fn)}, r"hidden must be a floating tensor.*got float8_e4m3fn"),
+    "weight of 8 bits": ({"weight": WEIGHT.to(torch.float8_e4m3fn)}, r"got float8_e4m3fn.*quantised head"),
+    "labels of 8 bits that ignore_index wraps to": ({"labels": torch.full((6,), 156, dtype=torch.uint8)}, r"labels hold 156, which is neither in \[0, 17\)"),
+    "items of numpy": ({"num_items_in_batch": np.int64(3)}, r"num_items_in_batch must be an int, a float or a tensor.*got np\.int64\(3\)"),
+    "strategy no name": ({"strategy": None}, r"strategy must be a name such as 'cce', got None"),
+    "strategy path without module": ({"strategy": ":X"}, r"':X' could not be loaded"),
+    "strategy path from nowhere": ({"strategy": ".cce:STRATEGY"}, r"could not be loaded"),
+    "strategy path to no strategy": ({"strategy": "os:getcwd"}, r"'os:getcwd' points at a builtin_function_or_method without name, Options"),
+    "strategy path to a class": ({"strategy": "loss_plugins.strategies.cce:Cce"}, r"points at the class Cce, and an object"),
+    "options as text": ({"options": '{"workspace_mb": 1}'}, r"options must be a mapping.*got '\{"),
+    "options as a list, by name": ({"strategy": "cce", "options": ["filter"]}, r"options must be a mapping.*got \['filter'\]"),
+    "workspace without end": ({"strategy": "cce", "options": {"workspace_mb": float("inf")}}, r"mebibytes above 0, got inf"),
+    "preset a list": ({"strategy": "cce", "options": {"preset": ["cce"]}}, r"Unknown cce preset"),
     "items with sum": ({"num_items_in_batch": 4, "reduction": "sum"}, r"num_items_in_batch was given with reduction='sum'"),
     "items zero": ({"num_items_in_batch": 0}, r"num_items_in_batch must be above 0, got 0"),
     "items of several elements": ({"num_items_in_batch": torch.ones(2)}, r"one element, got shape \(2,\)"),
@@ -118,6 +135,12 @@ CONFIGS = {
     "smoothing": ({"loss_label_smoothing": 2}, r"loss_label_smoothing must be a number in \[0, 1\], got 2"),
     "z-loss": ({"loss_z_loss": -1.0}, r"loss_z_loss must be a number in \[0, inf\], got -1"),
     "statistics": ({"loss_statistics": ["acuracy"]}, "Did you mean 'accuracy'"),
+    "statistics no list": ({"loss_statistics": "accuracy"}, "loss_statistics must be a list of names.*got 'accuracy'"),
+    "statistics a number": ({"loss_statistics": 3}, "loss_statistics must be a list of names.*got 3"),
+    "class weights as text": ({"loss_class_weight": "1,2"}, "loss_class_weight must be a list of numbers.*got '1,2'"),
+    "class weights of text": ({"loss_class_weight": [1.0, "a"]}, "loss_class_weight.*entry 1 is 'a'"),
+    "class weights with a nan": ({"loss_class_weight": [float("nan")]}, "loss_class_weight.*entry 0 is nan"),
+    "token weights from the labels": ({"loss_token_weight_key": "labels"}, "name of a column.*got 'labels'"),
 }
 
 

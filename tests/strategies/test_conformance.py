@@ -215,6 +215,51 @@ def test_a_label_out_of_range_raises(strategy, bad):
         linear_cross_entropy(tensors["hidden"], tensors["weight"], labels, strategy=strategy)
 
 
+@pytest.mark.parametrize("strategy", [*STRATEGY_NAMES, "auto"])
+@pytest.mark.parametrize(("dtype", "ignore_index", "bad"), [(torch.uint8, -100, 156), (torch.int8, 1000, -24)])
+def test_a_narrow_label_type_does_not_wrap_ignore_index(strategy, dtype, ignore_index, bad):
+    """In 8 bits -100 is 156 and 1000 is -24: compared so, a bad label would pass for an ignored one."""
+    tensors, _, _ = case(rows=2)
+    labels = torch.tensor([bad, 1], dtype=dtype)
+    with pytest.raises(LossPluginError, match=rf"labels hold {bad}, which is neither in \[0, 131\)"):
+        linear_cross_entropy(tensors["hidden"], tensors["weight"], labels, strategy=strategy, ignore_index=ignore_index)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGY_NAMES, "auto"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_token_weights_can_be_trained(strategy, reduction, frozen):
+    tensors, labels, _ = case()
+    found = []
+    for function, options in ((linear_cross_entropy, {"strategy": strategy}), (reference.linear_cross_entropy, {})):
+        weight = torch.rand(labels.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        weight.requires_grad_()
+        hidden = tensors["hidden"].detach().clone().requires_grad_(not frozen)
+        head = tensors["weight"].detach().clone().requires_grad_(not frozen)
+        loss = function(hidden, head, labels, token_weight=weight, reduction=reduction, **options)
+        loss.sum().backward()
+        found.append((weight.grad, hidden.grad, head.grad))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+def test_a_weight_of_nan_on_an_ignored_token_counts_nothing(strategy):
+    tensors, labels, _ = case()
+    weight = torch.where(labels == -100, torch.nan, 1.0)
+    expected = linear_cross_entropy(tensors["hidden"], tensors["weight"], labels, strategy=strategy)
+    loss = linear_cross_entropy(tensors["hidden"], tensors["weight"], labels, strategy=strategy, token_weight=weight)
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGY_NAMES, "auto"])
+def test_on_the_meta_device_shapes_are_known(strategy):
+    hidden, weight = (torch.empty(6, 8, device="meta", requires_grad=True) for _ in range(2))
+    labels = torch.empty(6, dtype=torch.int64, device="meta")
+    loss = linear_cross_entropy(hidden, weight, labels, strategy=strategy)
+    loss.backward()
+    assert loss.shape == () and hidden.grad.shape == hidden.shape and weight.grad.shape == weight.shape
+
+
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33])
 @pytest.mark.parametrize("workspace", [1e-6, 0.004, 64])

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from ...config import LossConfig
 from ...errors import PatchError
 from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
+from .arguments import LossPluginArguments
 from .monitor import PREFIX, LossMonitor, read_statistics, renewed
 from .refusals import refuse_foreign_forward, refuse_label_smoother, refuse_liger_loss
 
@@ -35,7 +36,7 @@ class LossPluginCallback(TrainerCallback):
 
     Args:
         loss_config (`LossConfig`, `dict` or `str`, *optional*):
-            How the loss is computed; `"auto"` by default.
+            How the loss is computed. Without it, the settings of a [`LossPluginArguments`]; without these, `"auto"`.
 
     Raises:
         ConfigError: the Trainer's arguments ask for another loss too.
@@ -45,6 +46,7 @@ class LossPluginCallback(TrainerCallback):
 
     def __init__(self, loss_config: LossConfig | Mapping[str, Any] | str | None = None) -> None:
         self.loss_config = LossConfig.of(loss_config)
+        self._asks_arguments = loss_config is None
         self.loss_handle: PatchHandle | None = None
         self._monitor: LossMonitor | None = None
         self._in_force = contextlib.ExitStack()
@@ -66,6 +68,8 @@ class LossPluginCallback(TrainerCallback):
         refuse_label_smoother(args)
         refuse_liger_loss(args)
         refuse_foreign_forward(unwrapped(model), type(self).__name__)
+        if self._asks_arguments and isinstance(args, LossPluginArguments):
+            self.loss_config = args.loss_config()
         handle = find_handle(model)
         if handle is not None and handle.config != self.loss_config:
             raise PatchError(

@@ -201,6 +201,13 @@ class LossPluginMixin(_Base):
 
     # Measuring and logging
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._loss_monitor is not None:  # an interrupted training tells no callback that it is over
+                self._loss_monitor.end()
+
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         watched = contextlib.nullcontext() if self._loss_monitor is None else self._loss_monitor.watched()
         try:
