@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .integrations.hf.arguments import LossPluginArguments
     from .integrations.hf.callback import LossPluginCallback
     from .integrations.hf.trainer import LossPluginTrainer
-    from .models.patch import PatchHandle, patch_model
+    from .models.patch import PatchHandle, find_handle, patch_model
     from .strategies import LossOutput, linear_cross_entropy, linear_cross_entropy_stats, linear_log_probs
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ _HOMES = {
     "LossPluginCallback": "integrations.hf.callback",
     "LossPluginTrainer": "integrations.hf.trainer",
     "PatchHandle": "models.patch",
+    "find_handle": "models.patch",
     "linear_cross_entropy": "strategies",
     "linear_cross_entropy_stats": "strategies",
     "linear_log_probs": "strategies",
@@ -32,7 +33,7 @@ _HOMES = {
 
 __all__ = [
     "LossConfig", "LossOutput", "LossPluginArguments", "LossPluginCallback", "LossPluginTrainer", "PatchHandle",
-    "linear_cross_entropy", "linear_cross_entropy_stats", "linear_log_probs", "patch_model",
+    "find_handle", "linear_cross_entropy", "linear_cross_entropy_stats", "linear_log_probs", "patch_model",
 ]  # fmt: skip
 
 

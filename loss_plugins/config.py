@@ -102,6 +102,15 @@ class LossConfig:
             if not good(entry):
                 raise ConfigError(f"{name} must be a list of {of}; entry {place} is {entry!r}. Leave it out for none.")
 
+    def __str__(self) -> str:
+        """What differs from the defaults: ``'cce' with loss_options={'filter': 'off'}``."""
+        extra = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.name != "loss_strategy" and getattr(self, f.name) != f.default
+        ]
+        return f"{self.loss_strategy!r}" + (f" with {', '.join(extra)}" if extra else "")
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The keys of this schema."""

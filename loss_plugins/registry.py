@@ -23,10 +23,14 @@ class Registry:
         attribute: The name that an entry's module exports, for example ``STRATEGY``.
         kind: The word for error messages, for example ``loss strategy``.
         members: What every entry has, to refuse what others point at by mistake.
+        also: Names that are understood elsewhere, for the list in an error message.
     """
 
-    def __init__(self, package: str, attribute: str, kind: str, members: tuple[str, ...] = ()) -> None:
-        self.package, self.attribute, self.kind, self.members = package, attribute, kind, members
+    def __init__(
+        self, package: str, attribute: str, kind: str, members: tuple[str, ...] = (), also: tuple[str, ...] = ()
+    ) -> None:
+        self.package, self.attribute, self.kind = package, attribute, kind
+        self.members, self.also = members, also
 
     def builtin(self) -> list[str]:
         """Names of the room's own files."""
@@ -58,7 +62,7 @@ class Registry:
                     f"or use one of: {', '.join(self.names())}."
                 ) from error
             return self._checked(name, found)
-        raise ConfigError(unknown_name(self.kind, name, self.names()))
+        raise ConfigError(unknown_name(self.kind, name, [*self.names(), *self.also]))
 
     def _checked(self, name: str, found: Any) -> Any:
         missing = [member for member in self.members if not hasattr(found, member)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._api import linear_cross_entropy, linear_cross_entropy_stats, linear_log_probs, projected_cross_entropy_stats
     from ._base import FIELDS, LossOutput, Problem, RowLoss, Rows, Strategy
-    from ._select import STRATEGIES, Plan, select, select_on
+    from ._select import STRATEGIES, Plan, chosen_by_auto, forget_choices, select, select_on
 
 _HOMES = {
     "linear_cross_entropy": "_api",
@@ -25,13 +25,16 @@ _HOMES = {
     "Strategy": "_base",
     "STRATEGIES": "_select",
     "Plan": "_select",
+    "chosen_by_auto": "_select",
+    "forget_choices": "_select",
     "select": "_select",
     "select_on": "_select",
 }
 
 __all__ = [
-    "FIELDS", "STRATEGIES", "LossOutput", "Plan", "Problem", "RowLoss", "Rows", "Strategy", "linear_cross_entropy",
-    "linear_cross_entropy_stats", "linear_log_probs", "projected_cross_entropy_stats", "select", "select_on",
+    "FIELDS", "STRATEGIES", "LossOutput", "Plan", "Problem", "RowLoss", "Rows", "Strategy", "chosen_by_auto",
+    "forget_choices", "linear_cross_entropy", "linear_cross_entropy_stats", "linear_log_probs",
+    "projected_cross_entropy_stats", "select", "select_on",
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ STRATEGIES = Registry(
     "STRATEGY",
     "loss strategy",
     members=("name", "Options", "check", "peak_bytes", "kernels", "__call__"),
+    also=("auto",),
 )
 
 SMALL = 64 * MIB
@@ -44,7 +45,18 @@ class Plan:
         return words
 
 
-_said: set[tuple[str, str]] = set()
+_said: set[str] = set()
+_chosen: dict[str, None] = {}
+
+
+def chosen_by_auto() -> tuple[str, ...]:
+    """Strategies that "auto" has run in this process since `forget_choices`, in the order of their first use."""
+    return tuple(_chosen)
+
+
+def forget_choices() -> None:
+    """Start `chosen_by_auto` anew."""
+    _chosen.clear()
 
 
 def select(
@@ -76,17 +88,22 @@ def select(
                 "Use loss_strategy 'chunked', which takes any head on any device, or 'auto'."
             )
         return Plan(chosen, parsed, "asked for")
-    plan = _auto(options, problem, profile, free)
-    if not torch.compiler.is_compiling() and (plan.strategy.name, plan.reason) not in _said:
-        _said.add((plan.strategy.name, plan.reason))
-        logger.info("loss_strategy auto chose %s", plan.describe(profile))
-    return plan
+    return _auto(options, problem, profile, free)
 
 
 def select_on(strategy: str, options: Mapping[str, Any] | None, problem: Problem, device: torch.device) -> Plan:
-    """`select` for a device that exists."""
-    free = free_bytes(device) if strategy == "auto" and not torch.compiler.is_compiling() else None
-    return select(strategy, options, problem, profile_of(device), free)
+    """`select` for a loss that is about to be computed. What "auto" chooses is said once for each strategy, at a level
+    that is seen without asking: the choice decides the memory of a whole run."""
+    profile = profile_of(device)
+    if strategy != "auto" or torch.compiler.is_compiling():
+        return select(strategy, options, problem, profile)
+    plan = select(strategy, options, problem, profile, free_bytes(device))
+    name = plan.strategy.name
+    _chosen[name] = None
+    if name not in _said:
+        _said.add(name)
+        logger.warning("loss_strategy auto chose %s", plan.describe(profile))
+    return plan
 
 
 # torch.compile runs the functions below that are marked so while it traces, and keeps what they return. That must be a
@@ -128,14 +145,19 @@ def _unknown_option(name: str, options: tuple[str, ...]) -> str | None:
     return next((option for option in options if option not in known), None)
 
 
+def _readable(count: int) -> str:
+    return f"{count / MIB:.0f} MiB" if count >= MIB else f"{count / 1024:.0f} KiB"
+
+
 def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DeviceProfile, free: int | None) -> Plan:
     passed_over: list[tuple[str, str]] = []
     # a traced size is a symbol, which cannot be printed
-    size = "logits" if torch.compiler.is_compiling() else f"{problem.logits_bytes / MIB:.0f} MiB of logits"
+    size = "logits" if torch.compiler.is_compiling() else f"{_readable(problem.logits_bytes)} of logits"
     if problem.module:
         order = [("chunked", "the head is a module that must be called")]
     elif problem.logits_bytes <= SMALL:
-        order = [("naive", f"{size} is little"), ("flce", "options"), ("cce", "options"), ("chunked", "options")]
+        with_options = f"{size}, and it has the options asked for"
+        order = [("naive", f"{size} is little"), *((name, with_options) for name in ("flce", "cce", "chunked"))]
     elif problem.differentiable and problem.reduced:
         order = [("flce", f"{size}, fewest operations"), ("cce", f"{size}, least memory"), ("chunked", "what is left")]
     else:

@@ -36,7 +36,9 @@ class CceOptions:
     )
     filter: str | float | bool = field(
         default="auto",
-        metadata={"help": "auto, off, or the probability below which a whole column of a tile is left out."},
+        metadata={
+            "help": "auto (exact: drops nothing), off, or the probability below which a column of a tile is dropped."
+        },
     )
     workspace_mb: float | None = field(
         default=None, metadata={"help": "Mebibytes that a tile may take. Default: a 32nd of all logits, 4 to 128."}

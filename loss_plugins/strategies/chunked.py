@@ -53,15 +53,17 @@ class _HalfLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, stand_in: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        return product(hidden, weight, hidden.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):  # it would round the float32 product
+            return product(hidden, weight, hidden.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
         half = grad.to(hidden.dtype) if grad.is_cuda else grad
-        d_hidden = project_back(half, weight).to(hidden.dtype) if ctx.needs_input_grad[0] else None
-        d_weight = matmul(half.T, hidden.to(half.dtype)) if ctx.needs_input_grad[1] else None
+        with torch.autocast(grad.device.type, enabled=False):
+            d_hidden = project_back(half, weight).to(hidden.dtype) if ctx.needs_input_grad[0] else None
+            d_weight = matmul(half.T, hidden.to(half.dtype)) if ctx.needs_input_grad[1] else None
         return d_hidden, d_weight, None
 
 

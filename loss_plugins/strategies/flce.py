@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ..device import DeviceProfile
 from ..kernels import ops
@@ -61,6 +62,8 @@ class Flce:
         weight_size = (problem.weight_dtype or problem.dtype).itemsize
         if problem.needs_weight and weight_size < size:
             peak += problem.vocab * problem.hidden * size
+        if problem.dtype == torch.float16 and problem.needs_hidden:
+            peak += problem.rows * problem.hidden * 6  # a float32 copy of the rows, and dX in float32
         # the backward's scaled copies exist beside the saved ones
         return max(peak, 2 * problem.gradient_bytes)
 
@@ -75,8 +78,14 @@ class Flce:
         if not rows.reduce or (torch.is_grad_enabled() and rows.row_scale.requires_grad):
             budget = workspace_bytes(options.workspace_mb, 1024, problem.logits_bytes)
             return recomputed(rows, budget, forward_kernels=backend, backward_kernels=backend)
+        # float16 has no room below 6e-8, and what is rounded here has not met a loss scaler's factor yet: dX and db are
+        # kept in float32, and a half head's dW is computed for a loss that is larger
+        hidden = rows.hidden.float() if problem.needs_hidden and rows.hidden.dtype == torch.float16 else rows.hidden
+        bias = rows.bias.float() if rows.bias is not None and rows.bias.dtype == torch.float16 else rows.bias
+        factor = _lift(rows.row_scale) if rows.weight.dtype == torch.float16 else None
+        row_scale = rows.row_scale if factor is None else rows.row_scale * factor
         total, _, _, _, nll, lse, entropy, predicted = ops.flce(
-            rows.hidden, rows.weight, rows.bias, rows.labels, rows.row_scale, rows.class_weight, rows.ignore_index,
+            hidden, rows.weight, bias, rows.labels, row_scale, rows.class_weight, rows.ignore_index,
             rows.scale, rows.softcap, rows.label_smoothing, rows.z_loss, rows.dtype, "entropy" in rows.fields,
             bool(rows.fields & {"predicted", "accuracy"}),
             problem.needs_hidden,
@@ -85,13 +94,19 @@ class Flce:
             self.chunk_rows(problem, options, backend), backend,
         )  # fmt: skip
         return RowLoss(
-            loss=total,
+            loss=total if factor is None else total / factor,
             nll=nll,
             lse=lse,
             entropy=entropy if "entropy" in rows.fields else None,
             predicted=predicted if rows.fields & {"predicted", "accuracy"} else None,
             dropped=torch.zeros_like(lse) if "dropped" in rows.fields else None,
         )
+
+
+def _lift(row_scale: Tensor) -> Tensor:
+    """What makes the rows' shares sum to 64: a float16 dW then overflows where a token's hidden states exceed 1000."""
+    total = row_scale.abs().sum()
+    return torch.where(total > 0, 64 / total, 1.0)
 
 
 STRATEGY = Flce()

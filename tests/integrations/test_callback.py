@@ -152,7 +152,7 @@ def test_mixin_on_trl_that_computes_its_own_loss_is_refused(tmp_path: Path) -> N
 def test_model_patched_otherwise_is_refused(tmp_path: Path) -> None:
     model = llama()
     patch_model(model, "cce")
-    with pytest.raises(PatchError, match=r"loss_strategy='cce'.*loss_strategy='flce'.*Undo the patch"):
+    with pytest.raises(PatchError, match=r"'cce'.*'flce'.*find_handle.*undo"):
         Trainer(model, arguments(tmp_path), callbacks=[LossPluginCallback("flce")])
 
 

@@ -329,7 +329,8 @@ def test_logged_numbers_and_report(tmp_path: Path) -> None:
     assert all(rate > 0 for rate in logged(ours, "loss_plugins/tokens_per_s"))
     assert not logged(ours, "loss_plugins/entropy"), "was not asked for"
     report = ours.loss_report
-    assert set(report) == {"strategy", "kernels", "loss_peak_bytes", "tokens_per_s", "hits", "materialised"}
+    assert set(report) == {"strategy", "chosen", "kernels", "loss_peak_bytes", "tokens_per_s", "hits", "materialised"}
+    assert report["chosen"] == [report["strategy"]]
     assert report["loss_peak_bytes"] > 0
     assert report["tokens_per_s"] > 0
     assert report["kernels"], "kernels of the cce strategy ran"

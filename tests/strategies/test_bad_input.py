@@ -35,7 +35,7 @@ CASES = {
     "shift negative": ({"shift": -1}, r"shift must be 0 or a positive integer, got -1"),
     "shift a number with a point": ({"shift": 1.0}, r"shift must be 0 or a positive integer, got 1\.0"),
     "reduction misspelt": ({"reduction": "maen"}, r"Unknown reduction 'maen'\. Did you mean 'mean'\? Known: mean, none, sum"),
-    "strategy misspelt": ({"strategy": "ccee"}, r"Unknown loss strategy 'ccee'\. Did you mean 'cce'\? Known: cce, chunked, flce, naive"),
+    "strategy misspelt": ({"strategy": "ccee"}, r"Unknown loss strategy 'ccee'\. Did you mean 'cce'\? Known: auto, cce, chunked, flce, naive"),
     "strategy path without attribute": ({"strategy": "loss_plugins.config:NOPE"}, r"could not be loaded.*package\.module:attribute"),
     "option of another strategy": ({"strategy": "flce", "options": {"filter": "off"}}, r"Unknown option of strategy 'flce': 'filter'.*workspace_mb"),
     "option misspelt": ({"strategy": "cce", "options": {"filtre": "off"}}, r"Did you mean 'filter'"),

@@ -242,6 +242,35 @@ def test_token_weights_can_be_trained(strategy, reduction, frozen):
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("strategy", ["chunked", "flce", "cce"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_round_what_is_computed_inside(strategy, dtype):
+    tensors, labels, _ = case(dtype=dtype, bias=True)
+    settings = {"strategy": strategy, "options": SMALL[strategy], "label_smoothing": 0.1}
+    loss, grads = gradients(linear_cross_entropy, tensors, labels, **settings)
+    with torch.autocast("cpu", dtype):
+        cast_loss, cast_grads = gradients(linear_cross_entropy, tensors, labels, **settings)
+    assert torch.equal(loss, cast_loss)
+    torch.testing.assert_close(cast_grads, grads, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("head", [torch.float16, torch.float32])
+@pytest.mark.parametrize("items", [None, 1e6])
+def test_a_scaled_float16_loss_does_not_lose_its_gradients(strategy, head, items):
+    """Over a million tokens a gradient is below float16's smallest number until the loss scaler's factor is on it."""
+    tensors, labels, _ = case(rows=160, dtype=torch.float16, bias=True, spread=0.1)
+    tensors["weight"] = tensors["weight"].to(head)
+    upstream = torch.tensor(65536.0)
+    _, expected = gradients(reference.linear_cross_entropy, tensors, labels, upstream, num_items_in_batch=items)
+    with torch.autocast("cpu", torch.float16, enabled=head == torch.float32):
+        _, grads = gradients(
+            linear_cross_entropy, tensors, labels, upstream, strategy=strategy, num_items_in_batch=items
+        )
+    for name, grad in grads.items():
+        assert relative_error(grad, expected[name]) < 1e-3, name
+
+
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 def test_a_weight_of_nan_on_an_ignored_token_counts_nothing(strategy):
     tensors, labels, _ = case()

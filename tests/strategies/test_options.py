@@ -12,7 +12,13 @@ from loss_plugins import linear_cross_entropy, linear_cross_entropy_stats
 from loss_plugins.device import DeviceProfile
 from loss_plugins.errors import ConfigError
 from loss_plugins.kernels import ops, reference
-from loss_plugins.strategies import Problem, projected_cross_entropy_stats, select
+from loss_plugins.strategies import (
+    Problem,
+    chosen_by_auto,
+    forget_choices,
+    projected_cross_entropy_stats,
+    select,
+)
 from loss_plugins.strategies.cce import PRESETS
 
 CPU = DeviceProfile("cpu", "cpu")
@@ -43,16 +49,18 @@ def test_auto_takes(what, profile, free, options, expected):
     assert select("auto", options, what, profile, free).strategy.name == expected
 
 
-def test_auto_says_once_what_it_took_and_why(caplog):
+def test_auto_says_once_what_it_took_and_why(caplog, monkeypatch):
     from loss_plugins.strategies import _select
 
-    _select._said.clear()
-    with caplog.at_level(logging.INFO, "loss_plugins"):
-        for _ in range(3):
-            select("auto", {"filter": "off"}, problem(), H200, 100 * GIB)
+    monkeypatch.setattr(_select, "_said", set())
+    forget_choices()
+    hidden, weight, labels = torch.randn(6, 8), torch.randn(17, 8), torch.arange(6)
+    for rows in (6, 5, 4):
+        linear_cross_entropy(hidden[:rows], weight, labels[:rows], options={"filter": "off"})
     (record,) = caplog.records
-    assert "auto chose cce" in record.message and "62500 MiB" not in record.message
-    assert "not flce: it has no option 'filter'" in record.message
+    assert record.levelno == logging.WARNING and "auto chose cce (torch kernels)" in record.message
+    assert "0 KiB of logits" in record.message and "not naive: it has no option 'filter'" in record.message
+    assert chosen_by_auto() == ("cce",)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -34,7 +34,7 @@ def measured(strategy, dtype, train_hidden=True, train_weight=True, reduction="m
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("strategy", STRATEGIES.builtin())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("train_hidden", "train_weight"), [(True, True), (True, False), (False, True), (False, False)], ids=str
 )

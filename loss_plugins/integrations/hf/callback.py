@@ -74,7 +74,7 @@ class LossPluginCallback(TrainerCallback):
         if handle is not None and handle.config != self.loss_config:
             raise PatchError(
                 f"The model is patched with {handle.config}, and the callback was given {self.loss_config}. Undo the "
-                "patch first (PatchHandle.undo()), or give both the same."
+                "patch first (loss_plugins.find_handle(model).undo()), or give both the same."
             )
         if handle is None:
             handle = patch_model(model, self.loss_config)

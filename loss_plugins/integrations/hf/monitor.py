@@ -15,6 +15,7 @@ import torch
 
 from ...diagnostics.memory import MIB, PeakMeter, has_counters
 from ...kernels import ops
+from ...strategies import chosen_by_auto, forget_choices
 
 if TYPE_CHECKING:
     from ...models.patch import PatchHandle
@@ -88,6 +89,7 @@ class LossMonitor:
             handle.before_loss.append(self._before_loss)
             handle.after_loss_backward.append(self._after_loss_backward)
         ops.forget_launches()
+        forget_choices()
 
     def end(self) -> None:
         """Training is over: nothing of this object stays with the model, and its numbers stay as they are."""
@@ -205,11 +207,13 @@ class LossMonitor:
 
     def report(self, processes: int = 1) -> dict[str, Any]:
         """The whole run in one mapping."""
+        strategy = self.handle.config.loss_strategy
         tokens, seconds = self._tokens + self._new_tokens, self._seconds + self._new_seconds
         if self._since is not None:
             seconds += time.perf_counter() - self._since
         return {
-            "strategy": self.handle.config.loss_strategy,
+            "strategy": strategy,
+            "chosen": list(chosen_by_auto()) if strategy == "auto" else [strategy],
             "kernels": sorted(ops.launched()),
             "loss_peak_bytes": self.loss_peak_bytes,
             "tokens_per_s": processes * tokens / seconds if tokens and seconds else 0.0,

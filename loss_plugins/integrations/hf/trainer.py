@@ -89,7 +89,8 @@ class LossPluginMixin(_Base):
             if handle is not self._loss_patched_here:
                 raise PatchError(
                     f"The model is patched with {handle.config}, and this trainer was asked for {wish}. Undo the patch "
-                    "first (PatchHandle.undo()), or leave the trainer's loss settings out to use the patch as it is."
+                    "first (loss_plugins.find_handle(model).undo()), or leave the trainer's loss settings out to use "
+                    "the patch as it is."
                 )
             handle.undo()
             handle = None
@@ -260,12 +261,14 @@ class LossPluginMixin(_Base):
 
     @property
     def loss_report(self) -> dict[str, Any]:
-        """The last training's `strategy`, `kernels`, `loss_peak_bytes`, `tokens_per_s`, `hits` and `materialised`."""
+        """The last training's `strategy`, `chosen` (what ran, where that is `"auto"`), `kernels`, `loss_peak_bytes`,
+        `tokens_per_s`, `hits` and `materialised`."""
         if self._loss_monitor is not None:
             return self._loss_monitor.report(self.args.world_size)
         strategy = self.loss_handle.config.loss_strategy if self.loss_handle is not None else None
         return {
             "strategy": strategy,
+            "chosen": [],
             "kernels": [],
             "loss_peak_bytes": 0,
             "tokens_per_s": 0.0,
