@@ -14,6 +14,8 @@ from ..errors import LossPluginError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+WIDTH = 120
+
 
 def explains_errors(command: F) -> F:
     """Turn this package's own errors into one sentence on stderr and exit code 2; others keep their traceback."""
@@ -34,8 +36,16 @@ def show_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """A table on stdout; columns named in ``right`` are numbers."""
+def shortened(text: str, limit: int) -> str:
+    """One line of at most ``limit`` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3].rstrip() + "..."
+
+
+def show_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), note: str = ""
+) -> None:
+    """A table on stdout; columns named in ``right`` are numbers, and ``note`` stands under the title."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -45,7 +55,9 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    # a pipe has no width: leave lines whole for whoever reads them
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDTH) if sys.stdout.isatty() else WIDTH  # a pipe has no width
     console.print(f"\n{title}", style="bold", markup=False)
+    if note:
+        console.print(note, markup=False)
     console.print(table)

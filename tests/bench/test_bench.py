@@ -8,11 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from loss_plugins.bench.contenders import contenders
 from loss_plugins.bench.inputs import SHAPES, Shape, flat, half_masked, lifted
 from loss_plugins.bench.measure import run, truth
 from loss_plugins.cli.main import app
 from loss_plugins.errors import ConfigError
-from loss_plugins.strategies import linear_cross_entropy
+from loss_plugins.strategies import STRATEGIES, linear_cross_entropy
 
 TINY = Shape(48, 16, 300)
 
@@ -111,3 +112,49 @@ def test_bad_arguments(arguments, message):
 
 def test_shapes_are_whole():
     assert all(shape.rows > 0 and shape.hidden % 8 == 0 and shape.vocab > 0 for shape in SHAPES.values())
+
+
+def test_a_device_that_is_not_here_is_refused_in_one_line():
+    kind = "xpu" if torch.cuda.is_available() else "cuda"
+    result = CliRunner().invoke(app, ["bench", "--shape", "tiny", "--device", kind])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: device '{kind}' was asked for, but this machine has only")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_help_lists_shapes_and_contenders():
+    from typer.main import get_command
+
+    helps = {p.name: getattr(p, "help", "") for p in get_command(app).commands["bench"].params}
+    assert all(name in helps["shape"] for name in SHAPES)
+    found, missing = contenders()
+    assert all(
+        name in helps["only"] for name in [*STRATEGIES.builtin(), *missing, *(set(found) - set(STRATEGIES.names()))]
+    )
+
+
+def test_tables_are_narrow_and_explained(monkeypatch):
+    def broken(hidden, weight, labels):
+        raise ValueError("a long story " * 30)
+
+    monkeypatch.setattr("loss_plugins.bench.contenders._liger", lambda: broken)
+    monkeypatch.setattr("loss_plugins.bench.contenders._liger_cute", lambda: 1 / 0)
+    words = [
+        "bench",
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+        "--iterations",
+        "1",
+        "--only",
+        "naive,Liger FLCE",
+        "--frozen",
+    ]
+    result = CliRunner().invoke(app, [*words, "--masked"])
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 120
+    assert "Liger FLCE failed: ValueError: a long story" in result.stdout
+    assert "Not here: Liger FLCE CuTe-DSL (ZeroDivisionError" in result.stdout
+    for words in ("flat: every token", "half masked: ", "both: gradients", "frozen head: gradients"):
+        assert words in result.stdout
