@@ -20,6 +20,7 @@ import yaml
 from ..errors import ConfigError, LossPluginError
 
 NONE = type(None)
+ALL_KEYS = "All keys: loss-plugins train --keys"
 
 
 class _NoDuplicates(yaml.SafeLoader):
@@ -59,7 +60,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}{where} is not valid YAML: {what}. Write one key: value a line.") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         found = "nothing" if values is None else type(values).__name__
-        raise ConfigError(f"{path} must hold key: value lines, and it holds {found}. See configs/quickstart.yaml.")
+        raise ConfigError(f"{path} must hold key: value lines, and it holds {found}. {ALL_KEYS}")
     return values
 
 
@@ -94,24 +95,24 @@ def read_job(path: Path, words: Sequence[str], classes: Sequence[Any]) -> tuple[
     """
     from transformers import HfArgumentParser
 
-    hints = {f.name: typing.get_type_hints(cls)[f.name] for cls in classes for f in fields(cls) if f.init}
-    values = {}
-    for key, value in read_yaml(path).items():
-        _check_known(key, hints, f"key {key!r} in {path}")
-        values[key] = _checked(f"{key} in {path}", value, hints[key])
+    hints = _hints(classes)
+    values = read_values(path, classes)
     overrides = read_overrides(words)
     for key, given in overrides.items():
         head, dot, inner = key.partition(".")
-        _check_known(head, hints, f"option '--{head}'")
+        _check_known(head, given, hints, f"option '--{head}'")
         if dot:
             values[head] = _nested(values.get(head), head, inner, given)
         else:
             values[key] = _from_words(f"--{key}", given, hints[key])
     if "loss_strategy" in overrides and "strategies" not in overrides:
-        values.pop("strategies", None)  # one strategy asked for on the command line stands over the file's list
+        values.pop("strategies", None)  # what is asked for on the command line stands over the file
+    elif overrides.get("strategies") and "loss_strategy" not in overrides and values["strategies"] is not None:
+        values.pop("loss_strategy", None)
     elif values.get("strategies") is not None and "loss_strategy" in values:
         both = f"strategies {values['strategies']!r} and loss_strategy {values['loss_strategy']!r}"
         raise ConfigError(f"Both {both} are set. Remove one.")
+    _log_often(values)
     try:
         return HfArgumentParser(tuple(classes)).parse_dict(values)
     except LossPluginError:
@@ -121,12 +122,45 @@ def read_job(path: Path, words: Sequence[str], classes: Sequence[Any]) -> tuple[
         raise ConfigError(f"{path} was refused by TrainingArguments: {text}. Correct the key that it names.") from error
 
 
-def _check_known(key: str, known: Mapping[str, Any], what: str) -> None:
+def read_values(path: Path, classes: Sequence[Any]) -> dict[str, Any]:
+    """A job file's values, each of a known key and of its type.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    hints, values = _hints(classes), {}
+    for key, value in read_yaml(path).items():
+        _check_known(key, value, hints, f"key {key!r} in {path}")
+        values[key] = _checked(f"{key} in {path}", value, hints[key])
+    return values
+
+
+def _hints(classes: Sequence[Any]) -> dict[str, Any]:
+    return {f.name: typing.get_type_hints(cls)[f.name] for cls in classes for f in fields(cls) if f.init}
+
+
+def _log_often(values: dict[str, Any]) -> None:
+    """Twenty points in a curve where the job does not say how often to log; the Trainer's 500 steps may be never."""
+    if not {"logging_steps", "logging_strategy"} & set(values):
+        values["logging_steps"] = 0.05
+        if values.get("eval_strategy") == "steps":
+            values.setdefault("eval_steps", 500)  # would follow logging_steps
+
+
+def _check_known(key: str, value: Any, known: Mapping[str, Any], what: str) -> None:
     if key in known:
         return
+    from ..strategies import STRATEGIES
+
+    owners = [name for name in STRATEGIES.builtin() if key in {f.name for f in fields(STRATEGIES.get(name).Options)}]
+    if owners:
+        if what.startswith("option"):
+            how = f"--loss_options.{key} {' '.join(map(str, value)) or 'VALUE'}"
+        else:
+            how = f"loss_options: {{{key}: {value}}}"
+        raise ConfigError(f"Unknown {what}. It is an option of loss_strategy {', '.join(owners)}: write {how}")
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    everything = "Keys are those of TrainingArguments and of configs/quickstart.yaml."
-    raise ConfigError(f"Unknown {what}. {f'Did you mean {near[0]!r}?' if near else everything}")
+    raise ConfigError(f"Unknown {what}. {f'Did you mean {near[0]!r}?' if near else ALL_KEYS}")
 
 
 def _nested(held: Any, head: str, inner: str, given: Sequence[str]) -> dict[str, Any]:
@@ -197,10 +231,11 @@ def _fitted(value: Any, hint: Any) -> Any:
         near = difflib.get_close_matches(value, choices, n=1)
         hinted = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(_literal("{what} must be one of ", f"{', '.join(choices)}, got {value!r}.{hinted}"))
-    for member in members:
-        fits, result = _as_member(value, member)
-        if fits:
-            return result
+    for reading in (value, [value]) if isinstance(value, str) else (value,):  # one word is a list of one
+        for member in members:
+            fits, result = _as_member(reading, member)
+            if fits:
+                return result
     raise ValueError(_literal("{what} must be ", f"{_described(hint)}, got {value!r}."))
 
 

@@ -89,6 +89,32 @@ def test_estimate_reads_a_job_and_a_models_folder(job: Job, invoke: Any) -> None
     assert "4 x 16 tokens, hidden 32, vocabulary 320" in invoke("estimate", str(job.yaml), *words[:-1]).output
 
 
+@pytest.mark.parametrize(
+    ("keys", "words", "rows", "dtype"),
+    [
+        ({}, [], 64, "fp32"),
+        ({"dtype": "bfloat16"}, [], 64, "bf16"),
+        ({"bf16": True}, [], 64, "bf16"),
+        ({"fp16": True, "per_device_train_batch_size": 3}, [], 96, "fp16"),
+        ({"dtype": "bfloat16"}, ["--dtype", "fp64", "--batch", "5", "--seq", "7"], 35, "fp64"),
+    ],
+)
+def test_estimate_takes_the_sizes_of_a_job(
+    job: Job, invoke: Any, keys: dict[str, Any], words: list[str], rows: int, dtype: str
+) -> None:
+    job.run("--help", **keys)  # writes the YAML
+    found = json.loads(invoke("estimate", str(job.yaml), "--device", "cpu", "--json", *words).output)
+    assert (found["rows"], found["dtype"]) == (rows, dtype)
+    job.run("--help", without=("per_device_train_batch_size", "max_length"))
+    assert json.loads(invoke("estimate", str(job.yaml), "--json").output)["rows"] == 8 * 1024, "the Trainer's defaults"
+
+
+def test_estimate_of_a_model_needs_sizes(invoke: Any) -> None:
+    result = invoke("estimate", ".", "--seq", "8")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: --batch must be given")
+
+
 @pytest.mark.parametrize("name", ["./nowhere", "nowhere.yaml"])
 def test_estimate_refuses_what_is_not_there(invoke: Any, name: str) -> None:
     result = invoke("estimate", name, "--batch", "1", "--seq", "8")

@@ -14,7 +14,8 @@ KEYS: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_step": 3}, ["Unknown key 'max_step'", "Did you mean 'max_steps'?"]),
     ({"loss_stratgy": "cce"}, ["Unknown key 'loss_stratgy'", "Did you mean 'loss_strategy'?"]),
     ({"evaluation_strategy": "no"}, ["Unknown key 'evaluation_strategy'", "Did you mean 'eval_strategy'?"]),
-    ({"zzz": 1}, ["Unknown key 'zzz'", "TrainingArguments"]),
+    ({"zzz": 1}, ["Unknown key 'zzz'", "loss-plugins train --keys"]),
+    ({"workspace_mb": 64}, ["Unknown key 'workspace_mb'", "chunked", "write loss_options: {workspace_mb: 64}"]),
     ({"max_steps": "many"}, ["max_steps in", "a whole number", "'many'"]),
     ({"max_steps": 2.5}, ["max_steps in", "a whole number", "2.5"]),
     ({"max_steps": True}, ["max_steps in", "a whole number", "True"]),
@@ -22,7 +23,8 @@ KEYS: list[tuple[dict[str, Any], list[str]]] = [
     ({"packing": "maybe"}, ["packing in", "true or false", "'maybe'"]),
     ({"train_file": 5}, ["train_file in", "text or null", "5"]),
     ({"model_config": "llama"}, ["model_config in", "a mapping or null", "'llama'"]),
-    ({"strategies": "cce"}, ["strategies in", "a list or null", "'cce'"]),
+    ({"strategies": 5}, ["strategies in", "a list or null", "5"]),
+    ({"loss_statistics": "accuracy, entropy"}, ["loss_statistics", "'accuracy, entropy'"]),
     ({"lr_scheduler_type": "cosin"}, ["lr_scheduler_type in", "one of linear, cosine", "Did you mean 'cosine'?"]),
     ({"save_strategy": True}, ["save_strategy in", "True"]),
     ({"loss_strategy": "cse"}, ["'cse'", "Did you mean 'cce'?"]),
@@ -87,6 +89,8 @@ def test_a_hub_id_without_a_network(job: Job, monkeypatch: pytest.MonkeyPatch) -
 
 WORDS: list[tuple[list[str], list[str]]] = [
     (["--max_stepz", "3"], ["Unknown option '--max_stepz'", "Did you mean 'max_steps'?"]),
+    (["--workspace_mb", "64"], ["Unknown option '--workspace_mb'", "write --loss_options.workspace_mb 64"]),
+    (["--strategies", "naive", "cce", "--loss_strategy", "cce"], ["Both strategies", "Remove one"]),
     (["--max_steps", "few"], ["--max_steps must be a whole number", "'few'"]),
     (["--max_steps"], ["--max_steps needs a value", "a whole number"]),
     (["--max_steps", "3", "4"], ["--max_steps", "a whole number"]),

@@ -37,6 +37,10 @@ def read(tmp_path: Path, text: str = "", *words: str) -> tuple[Any, ...]:
         ("loss_options: {workspace_mb: 4}", "loss_options", {"workspace_mb": 4}),
         ("loss_z_loss: 1e-4", "loss_z_loss", 1e-4),
         ("loss_statistics: [accuracy]", "loss_statistics", ["accuracy"]),
+        ("loss_statistics: accuracy", "loss_statistics", ["accuracy"]),
+        ("max_steps: 3", "logging_steps", 0.05),
+        ("logging_steps: 500", "logging_steps", 500),
+        ("eval_strategy: steps", "eval_steps", 500),
     ],
 )
 def test_values_of_the_file(tmp_path: Path, line: str, key: str, expected: Any) -> None:
@@ -61,14 +65,15 @@ def test_values_of_the_file(tmp_path: Path, line: str, key: str, expected: Any) 
         (["--loss_statistics", "accuracy", "entropy"], 0, "loss_statistics", ["accuracy", "entropy"]),
         (["--loss_statistics", "[entropy]"], 0, "loss_statistics", ["entropy"]),
         (["--strategies", "cce"], 3, "strategies", ["cce"]),
+        (["--strategies", "cce", "naive"], 3, "strategies", ["cce", "naive"]),
+        (["--strategies", "null"], 3, "strategies", None),
+        (["--strategies", "null"], 0, "loss_strategy", "cce"),
+        (["--loss_statistics", "accuracy"], 0, "loss_statistics", ["accuracy"]),
         (["--lora_r", "4", "--lora_target_modules", "q_proj"], 1, "lora_target_modules", ["q_proj"]),
     ],
 )
 def test_values_of_the_command_line(tmp_path: Path, words: list[str], place: int, key: str, expected: Any) -> None:
-    if place == 3:
-        assert getattr(read(tmp_path, "", *words)[place], key) == expected
-    else:
-        assert getattr(read(tmp_path, "loss_strategy: cce", *words)[place], key) == expected
+    assert getattr(read(tmp_path, "loss_strategy: cce", *words)[place], key) == expected
 
 
 def test_overrides_are_read_as_written() -> None:
