@@ -47,7 +47,12 @@ def backend(name: str) -> ModuleType:
 
 def _launch(name: str, function: str, *args: Any) -> Any:
     _launched.add(f"{name}.{function}")
-    return getattr(backend(name), function)(*args)
+    device = args[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return getattr(backend(name), function)(*args)
+    # the types are chosen already; inside, autocast would round the float32 products to the half type
+    with torch.autocast(device, enabled=False):
+        return getattr(backend(name), function)(*args)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear_ce", mutates_args=())
@@ -259,7 +264,10 @@ def _flce_grad(ctx: Any, grad_total: Tensor | None, *others: Tensor | None) -> t
 def _scaled(saved: Tensor, factor: Tensor) -> Tensor:
     """``saved * factor`` in the type of ``saved``. An operator without autograd, so that a second derivative through
     gradients that were computed in the forward is an error and not a wrong number."""
-    return saved * factor.to(saved.dtype) if saved.dtype.itemsize >= 4 else (saved * factor).to(saved.dtype)
+    if saved.dtype.itemsize >= 4 or not saved.is_cuda:
+        return saved * factor.to(torch.promote_types(saved.dtype, torch.float32))
+    # a GPU would round a 0-d factor to the half type first, 65536 to infinity; one of one axis stays float32
+    return torch.mul(saved, factor.reshape(1).float(), out=torch.empty_like(saved))
 
 
 @_scaled.register_fake

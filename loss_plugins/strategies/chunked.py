@@ -7,6 +7,7 @@ Peak memory: one chunk's naive peak; with a half weight dW twice in float32 (the
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,13 +48,19 @@ class _HalfWeight(torch.autograd.Function):
         return grad.to(ctx.dtype)
 
 
+def _no_autocast(tensor: Tensor) -> Any:
+    """Inside, float32 products of half operands stay float32. Meta tensors know no autocast."""
+    kind = tensor.device.type
+    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
+
 class _HalfLinear(torch.autograd.Function):
     """``hidden @ weight.T`` with float32 logits and a float32 gradient for the stand-in."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, stand_in: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        with torch.autocast(hidden.device.type, enabled=False):  # it would round the float32 product
+        with _no_autocast(hidden):
             return product(hidden, weight, hidden.dtype)
 
     @staticmethod
@@ -61,7 +68,7 @@ class _HalfLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
         half = grad.to(hidden.dtype) if grad.is_cuda else grad
-        with torch.autocast(grad.device.type, enabled=False):
+        with _no_autocast(grad):
             d_hidden = project_back(half, weight).to(hidden.dtype) if ctx.needs_input_grad[0] else None
             d_weight = matmul(half.T, hidden.to(half.dtype)) if ctx.needs_input_grad[1] else None
         return d_hidden, d_weight, None

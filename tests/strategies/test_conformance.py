@@ -281,8 +281,9 @@ def test_a_weight_of_nan_on_an_ignored_token_counts_nothing(strategy):
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGY_NAMES, "auto"])
-def test_on_the_meta_device_shapes_are_known(strategy):
-    hidden, weight = (torch.empty(6, 8, device="meta", requires_grad=True) for _ in range(2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_the_meta_device_shapes_are_known(strategy, dtype):
+    hidden, weight = (torch.empty(6, 8, device="meta", dtype=dtype, requires_grad=True) for _ in range(2))
     labels = torch.empty(6, dtype=torch.int64, device="meta")
     loss = linear_cross_entropy(hidden, weight, labels, strategy=strategy)
     loss.backward()
