@@ -103,7 +103,14 @@ class Chunked:
         step = len(range(self.chunk_rows(problem, options)))
         logits_of = _half_projection(rows) if rows.project is None and rows.dtype.itemsize < 4 else project
 
+        written = _versions(rows) if problem.differentiable else None
+
         def chunk(hidden: Tensor, labels: Tensor, row_scale: Tensor) -> tuple[Tensor, ...]:
+            if written is not None and _versions(rows) != written:
+                raise RuntimeError(
+                    "The hidden states, weight or bias of a chunked loss were written in place between its forward and "
+                    "its backward, which computes the chunks again. Run the backward first, or write out of place."
+                )
             loss, *fields = loss_from_logits(rows, logits_of(rows, hidden), labels, row_scale)
             return (loss.sum() if rows.reduce else loss, *fields)
 
@@ -120,6 +127,14 @@ class Chunked:
         losses, *fields = zip(*parts, strict=True)
         loss = torch.stack(losses) if rows.reduce else torch.cat(losses)
         return row_loss(rows, loss, *(torch.cat(f) for f in fields))
+
+
+def _versions(rows: Rows) -> tuple[int, ...]:
+    """How often what a chunk reads has been written in place. Autograd checks what it saves; a chunk saves nothing."""
+    if torch.compiler.is_compiling():
+        return ()
+    read = (rows.hidden, rows.weight, rows.bias)
+    return tuple(tensor._version for tensor in read if tensor is not None and not tensor.is_inference())
 
 
 def _half_projection(rows: Rows) -> Any:

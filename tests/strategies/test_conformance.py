@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -388,6 +389,28 @@ def test_any_incoming_gradient(strategy, factor):
     )
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected[name] * factor, rtol=1e-10, atol=1e-13 * factor)
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("what", ["weight", "hidden"])
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_writing_in_place_before_the_backward_is_never_silently_wrong(strategy, dtype, what, ignored):
+    """Refused, or without effect where the strategy works on a copy."""
+    tensors, labels, _ = case(dtype=dtype, ignored=ignored)
+    settings = {"strategy": strategy, "options": SMALL[strategy], "reduction": "none"}
+    _, expected = gradients(linear_cross_entropy, tensors, labels, **settings)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    loss = linear_cross_entropy(leaves["hidden"], leaves["weight"], labels, **settings)
+    with torch.no_grad():
+        leaves[what].mul_(2)
+    try:
+        loss.sum().backward()
+    except RuntimeError as error:
+        assert re.search("in.?place", str(error))
+    else:
+        for name, leaf in leaves.items():
+            torch.testing.assert_close(leaf.grad, expected[name], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
