@@ -82,11 +82,6 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
 
 
 def _kernels(names: Iterable[str]) -> str:
-    """``torch.linear_ce_forward, torch.linear_ce_backward`` as ``torch: linear_ce_forward, linear_ce_backward``."""
-    by_backend: dict[str, list[str]] = {}
-    for name in names:
-        backend, _, entry = name.partition(".")
-        by_backend.setdefault(backend, []).extend([entry] if entry else [])
-    return "; ".join(
-        f"{backend}: {', '.join(entries)}" if entries else backend for backend, entries in by_backend.items()
-    )
+    """What they are written in: ``triton + torch``."""
+    words = {word for name in names for word in ("triton", "torch") if word in name}
+    return " + ".join(sorted(words, reverse=True)) or ", ".join(names)

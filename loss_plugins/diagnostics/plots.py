@@ -13,6 +13,8 @@ from ..errors import MissingDependencyError
 # told apart with any colour vision (Okabe and Ito); naive is grey, being what the others are measured against
 _COLOURS = {"naive": "#7f7f7f", "chunked": "#E69F00", "flce": "#0072B2", "cce": "#009E73"}
 _SPARE = ("#CC79A7", "#56B4E9", "#D55E00", "#000000")
+FOOT = 1e-8
+"""Smaller distances between losses are drawn here."""
 _STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555", "axes.labelcolor": "#333333",
     "axes.titlelocation": "left", "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlepad": 10,
@@ -22,12 +24,14 @@ _STYLE: Any = {
 
 
 def human_bytes(count: float) -> str:
-    """``412 MiB``: three digits at most, and the unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
+    """``412.0 MiB``: one decimal, and the unit."""
+    if count < 999.5:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         count /= 1024
-    return f"{count:.3g} TiB" if count < 999.5 else f"{count:.0f} TiB"
+        if count < 999.95:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
 
 
 def plot_losses(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]], path: Path) -> Path:
@@ -49,7 +53,8 @@ def plot_losses(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]], pat
         for place, (name, (steps, losses)) in enumerate(curves.items()):
             # equal curves lie on each other: later ones are thinner, so that the earlier ones stay visible
             width = 1.5 + 1.9 * (len(curves) - 1 - place)
-            top.plot(steps, losses, color=colours[name], linewidth=width, label=name)
+            marker = "o" if len(steps) < 3 else None  # a line needs two points
+            top.plot(steps, losses, color=colours[name], linewidth=width, label=name, marker=marker)
         top.set_title("Training loss")
         top.set_ylabel("nats per token")
         top.legend(loc="upper right")
@@ -59,11 +64,17 @@ def plot_losses(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]], pat
 def _draw_distances(axes: Any, curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> None:
     colours = _colours(list(curves))
     first, *others = curves
+    equal = False
     reference = dict(zip(*curves[first], strict=True))
     for name in others:
-        # equal numbers have no logarithm: they are drawn at the foot
-        far = {s: max(abs(loss - reference[s]), 1e-8) for s, loss in zip(*curves[name], strict=True) if s in reference}
-        axes.plot(list(far), list(far.values()), color=colours[name], linewidth=1.4)
+        far = {s: abs(loss - reference[s]) for s, loss in zip(*curves[name], strict=True) if s in reference}
+        equal |= any(distance < FOOT for distance in far.values())
+        drawn = [max(distance, FOOT) for distance in far.values()]  # equal numbers have no logarithm
+        axes.plot(list(far), drawn, color=colours[name], linewidth=1.4, marker="o" if len(far) < 3 else None)
+    if equal:
+        axes.set_ylim(bottom=FOOT / 10)
+        where = {"xy": (0.99, 0.05), "xycoords": "axes fraction", "ha": "right", "va": "bottom", "fontsize": 8}
+        axes.annotate(f"drawn at {FOOT:.0e}: equal, or closer than that", **where)
     axes.set_yscale("log")
     axes.set_ylabel(f"distance\nfrom {first}")
 
@@ -72,7 +83,7 @@ def plot_peaks(peaks: Mapping[str, int], path: Path, problem: Mapping[str, int] 
     """A bar a strategy: bytes that the loss step adds at its worst, gradients included. Returns ``path``.
 
     Args:
-        problem: ``rows`` and ``vocab``, for the axis.
+        problem: ``rows`` of the batch, ``labels`` among them, and ``vocab``, for the axis.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -93,10 +104,15 @@ def plot_peaks(peaks: Mapping[str, int], path: Path, problem: Mapping[str, int] 
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
         axes.set_xlim(0, max(sizes) * 1.18)
-        shape = f"  ({problem['rows']:,} tokens, vocabulary of {problem['vocab']:,})" if problem else ""
+        shape = _shape(problem) if problem else ""
         axes.set_xlabel(word + shape)
         axes.set_title("Peak memory of the loss step")
     return path
+
+
+def _shape(problem: Mapping[str, int]) -> str:
+    labels = f", {problem['labels']:,} with a label" if problem["labels"] < problem["rows"] else ""
+    return f"  (batch of {problem['rows']:,} tokens{labels}, vocabulary of {problem['vocab']:,})"
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +75,86 @@ def test_a_strategy_on_the_command_line_stands_over_the_files_list(job: Job) -> 
 
 def test_a_dotted_option_replaces_one_entry(job: Job) -> None:
     summary = job.done("--model_config.hidden_size", "16", "--model_config.num_hidden_layers", "1")
-    assert summary["problem"] == {"rows": 64, "hidden": 16, "vocab": 320}
+    problem = summary["problem"]
+    assert 32 < problem.pop("labels") < 64
+    assert problem == {"rows": 64, "hidden": 16, "vocab": 320}
+
+
+def test_the_problem_is_the_batch_that_was_measured(job: Job) -> None:
+    """Without packing sequences are shorter than max_length, and padded to the longest."""
+    summary = job.done(packing=False, max_length=60, per_device_train_batch_size=8, max_steps=1)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(job.output / "tokenizer")
+    lengths = [len(tokenizer(line)["input_ids"]) + 1 for line in POEM]
+    assert max(lengths) < 60
+    assert summary["problem"]["rows"] == len(POEM) * max(lengths)
+    assert summary["problem"]["labels"] == sum(lengths) - len(POEM)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_final_loss_is_the_last_steps(job: Job, accumulation: int) -> None:
+    keys = {"max_steps": 3, "gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 1}
+    every = job.done(**keys)["strategies"]["naive"]
+    seldom = job.done(**keys, logging_steps=500)["strategies"]["naive"]
+    assert seldom["steps"] == [3], "the last step is logged"
+    assert seldom["final_loss"] == pytest.approx(every["losses"][-1], abs=1e-6)
+    assert every["losses"][0] - every["losses"][-1] > 1e-3, "the mean would be the same"
+    assert seldom["losses"] == pytest.approx([sum(every["losses"]) / 3], abs=1e-5)
+    assert (job.output / "loss.png").exists()
+
+
+def test_a_job_that_does_not_say_how_often_is_logged_often(job: Job) -> None:
+    for key in ("logging_steps", "max_steps"):
+        job.keys.pop(key)
+    steps = job.done(num_train_epochs=25, per_device_train_batch_size=4)["strategies"]["naive"]["steps"]
+    assert 13 <= len(steps) <= 26
+    assert (job.output / "loss.png").exists()
+
+
+def test_no_logging_is_no_logging(job: Job) -> None:
+    naive = job.done(logging_strategy="no")["strategies"]["naive"]
+    assert naive["losses"] == []
+    assert 0 < naive["final_loss"] < 7
+
+
+def test_a_failed_comparison_leaves_no_empty_folders(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    from loss_plugins.integrations.hf.job import JobTrainer
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(JobTrainer, "training_step", broken)
+    assert "out of luck" in str(job.run(without=("loss_strategy",), strategies=["naive", "cce"]).exception)
+    assert [path.name for path in job.output.iterdir()] == ["tokenizer"]
+
+
+def test_the_table_is_short(job: Job) -> None:
+    result = job.run("--strategies", "naive", "cce")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines() if line.split()[:1] in (["naive"], ["cce"])]
+    assert [row[0] for row in rows] == ["naive", "cce"]
+    for row in rows:
+        assert row[-1] in ("torch", "triton", "torch + triton")
+        assert re.fullmatch(r"\d+\.\d", row[3])
+        assert row[4] in ("KiB", "MiB")
+
+
+def test_kernels_are_named_by_what_they_are_written_in() -> None:
+    from loss_plugins.cli.train import _kernels
+
+    assert _kernels(["torch.linear_ce_forward", "torch.linear_ce_backward"]) == "torch"
+    assert _kernels(["triton.linear_ce_forward", "torch.linear_ce_backward"]) == "triton + torch"
+    assert _kernels(["mine"]) == "mine"
+
+
+def test_a_comparison_from_the_command_line_shares_the_files_options(job: Job) -> None:
+    keys = {"loss_strategy": "cce", "loss_options": {"preset": "cce_exact"}}
+    result = job.run("--strategies", "naive", "cce", **keys)
+    assert result.exit_code == 0, result.output
+    assert "naive has no option preset and runs without." in result.stderr
+    assert list(json.loads((job.output / "summary.json").read_text())["strategies"]) == ["naive", "cce"]
+    shutil.rmtree(job.output)
+    refused = job.refused("--strategies", "naive", "chunked", **keys)
+    assert refused.startswith("Unknown entry of loss_options for naive, chunked: 'preset'.")
 
 
 def _conversation(line: str) -> list[dict[str, str]]:

@@ -10,24 +10,26 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ProgressCallback
 
 from ...device import DeviceProfile
 from ...diagnostics.environment import versions
-from ...errors import ConfigError, MissingDependencyError
-from ...strategies import Problem, select
+from ...diagnostics.memory import has_counters
+from ...errors import ConfigError, MissingDependencyError, unknown_name
+from ...strategies import STRATEGIES, Problem, select
 from .arguments import LossPluginArguments
 from .corpus import read_corpus
-from .data import Collator, DataArguments, Row, encode_all, read_rows, text_of
+from .data import IGNORED, Collator, DataArguments, Row, encode_all, read_rows, text_of
 from .loading import DTYPES, ModelArguments, fit_config, keep_tokenizer, load_config, load_model, load_tokenizer
+from .trainer import LossPluginTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -85,17 +87,22 @@ def run(args: LossPluginArguments, model: ModelArguments, data: DataArguments, j
             f"resume_from_checkpoint is {args.resume_from_checkpoint!r}, but a checkpoint belongs to one run and "
             f"strategies asks for {len(names)}. Set loss_strategy in place of strategies."
         )
-    material = _prepare(args, model, data, names)
-    results = {}
+    options = _options_of(names, args.loss_config().loss_options)
+    material = _prepare(args, model, data, options)
+    results, batches = {}, []
     for name in names:
         own = args
         if job.strategies:
             folder = Path(str(args.output_dir)) / re.sub(r"[^\w.-]", "_", name)
-            changes: dict[str, Any] = {"loss_strategy": name, "output_dir": str(folder)}
+            changes: dict[str, Any] = {"loss_strategy": name, "output_dir": str(folder), "loss_options": options[name]}
             own = replace(args, **changes)
-        results[name] = _train(own, model, data, material, cache=_cache(args), label=name if job.strategies else None)
-        if job.strategies and args.process_index == 0 and not any(Path(str(own.output_dir)).iterdir()):
-            Path(str(own.output_dir)).rmdir()  # the Trainer makes it even where nothing is saved
+        label = name if job.strategies else None
+        try:
+            results[name], batch = _train(own, model, data, material, cache=_cache(args), label=label)
+        finally:
+            if job.strategies and args.process_index == 0:
+                _remove_empty(Path(str(own.output_dir)))  # the Trainer makes it even where nothing is saved
+        batches.append(batch)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -104,7 +111,7 @@ def run(args: LossPluginArguments, model: ModelArguments, data: DataArguments, j
         "device": DeviceProfile.probe(args.device).name,
         "date": _now(),
         "versions": versions(),
-        "problem": _size(args, data, material.config),
+        "problem": batches[0] | _widths(material.config),  # of every run: all see the same batches
     }
     files = _write(Path(str(args.output_dir)), summary) if args.process_index == 0 else []
     return Outcome(summary, files)
@@ -120,30 +127,58 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _size(args: LossPluginArguments, data: DataArguments, config: Any) -> dict[str, int]:
+def _widths(config: Any) -> dict[str, int]:
     text = config.get_text_config()
-    rows = args.per_device_train_batch_size * data.max_length
-    return {"rows": rows, "hidden": text.hidden_size, "vocab": text.vocab_size}
+    return {"hidden": text.hidden_size, "vocab": text.vocab_size}
 
 
-def _prepare(args: LossPluginArguments, model: ModelArguments, data: DataArguments, names: Sequence[str]) -> _Material:
+def _remove_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _options_of(names: Sequence[str], asked: Mapping[str, Any] | None) -> dict[str, dict[str, Any] | None]:
+    """Each strategy's share of ``loss_options``. In a comparison each gets those that it has, which is said.
+
+    Raises:
+        ConfigError: none of several strategies has an option. (A single one's are checked where it is chosen.)
+    """
+    if asked is None or len(names) == 1:
+        return {name: None if asked is None else dict(asked) for name in names}
+    known = {name: {f.name for f in fields(STRATEGIES.get(name).Options)} for name in names if name != "auto"}
+    everything = {option for options in known.values() for option in options}
+    for option in asked:
+        if option not in everything and "auto" not in names:
+            raise ConfigError(unknown_name(f"entry of loss_options for {', '.join(names)}:", option, everything))
+    shares: dict[str, dict[str, Any] | None] = {}
+    for name in names:
+        shares[name] = {k: v for k, v in asked.items() if k in known.get(name, asked)}
+        left = [option for option in asked if option not in known.get(name, asked)]
+        if left:
+            logger.info("%s has no option %s and runs without.", name, ", ".join(left))
+    return shares
+
+
+def _prepare(
+    args: LossPluginArguments, model: ModelArguments, data: DataArguments, options: Mapping[str, dict[str, Any] | None]
+) -> _Material:
     config = load_config(model)
-    size = _size(args, data, config)
-    problem = Problem(size["rows"], size["hidden"], size["vocab"], dtype=getattr(torch, DTYPES[model.dtype]))
+    rows = args.per_device_train_batch_size * data.max_length  # at most
+    widths = _widths(config)
+    problem = Problem(rows, widths["hidden"], widths["vocab"], dtype=getattr(torch, DTYPES[model.dtype]))
     profile = DeviceProfile.probe(args.device)
     # misspelt names and options are refused here, before the data is read
-    options = args.loss_config().loss_options
-    plans = {name: select(name, options, problem, profile) for name in names}
+    plans = {name: select(name, own, problem, profile) for name, own in options.items()}
     if data.embedded_corpus is not None:
-        rows = [Row(file, {"text": text}) for file, text in read_corpus(data.embedded_corpus, data.corpus_mb)]
+        read = [Row(file, {"text": text}) for file, text in read_corpus(data.embedded_corpus, data.corpus_mb)]
     else:
-        rows = list(read_rows(str(data.train_file)))
-    logger.info("Read %d documents.", len(rows))
-    texts = [] if model.tokenizer_name_or_path or model.model_name_or_path else [text_of(row) for row in rows]
+        read = list(read_rows(str(data.train_file)))
+    logger.info("Read %d documents.", len(read))
+    texts = [] if model.tokenizer_name_or_path or model.model_name_or_path else [text_of(row) for row in read]
     tokenizer, fingerprint = load_tokenizer(model, texts, _cache(args))
     if model.model_config is not None:
         fit_config(config, tokenizer)
-    train = encode_all(rows, tokenizer, data)
+    train = encode_all(read, tokenizer, data)
     logger.info("Training on %d sequences of at most %d tokens.", len(train), data.max_length)
     evaluation = None if data.eval_file is None else encode_all(read_rows(data.eval_file), tokenizer, data)
     kernels = {name: plan.strategy.kernels(profile, plan.options) for name, plan in plans.items()}
@@ -157,10 +192,8 @@ def _train(
     material: _Material,
     cache: Path,
     label: str | None,
-) -> dict[str, Any]:
-    """One run of the Trainer, and its share of the summary."""
-    from .trainer import LossPluginTrainer
-
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """One run of the Trainer: its share of the summary, and the size of the batch whose memory was measured."""
     _use_one_gpu(args)
     if args.device.type == "cpu":
         args.dataloader_pin_memory = False  # there is nothing to copy to, and torch warns
@@ -170,7 +203,7 @@ def _train(
         _check_packing(args, model)
     if material.fingerprint is not None and args.process_index == 0:
         keep_tokenizer(material.tokenizer, material.fingerprint, cache)
-    trainer = LossPluginTrainer(
+    trainer = JobTrainer(
         model=model,
         args=args,
         train_dataset=material.train,
@@ -178,6 +211,7 @@ def _train(
         data_collator=Collator(material.tokenizer.pad_token_id),
         processing_class=material.tokenizer,
     )
+    trainer.add_callback(_LogLast())
     if label is not None and not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(_Bar(label))
@@ -188,7 +222,7 @@ def _train(
     logged = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     report = trainer.loss_report
     result = {
-        "final_loss": logged[-1][1] if logged else done.training_loss,
+        "final_loss": trainer.last_loss(default=logged[-1][1] if logged else done.training_loss),
         "losses": [loss for _, loss in logged],
         "steps": [step for step, _ in logged],
         "tokens_per_s": report["tokens_per_s"],
@@ -197,7 +231,47 @@ def _train(
     }
     if material.evaluation is not None:
         result["eval_loss"] = trainer.evaluate()["eval_loss"]
-    return result
+    return result, trainer.batch_size()
+
+
+class JobTrainer(LossPluginTrainer):
+    """Keeps what the report needs of the training steps: the last one's loss, and the batch that memory was of."""
+
+    _step = -1
+    _step_loss: Tensor | None = None
+    _rows = 0
+    _labels: Tensor | None = None
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        labels = inputs.get("labels")
+        # where memory is watched, that is in the first step; where it is counted, the largest batch has the peak
+        measured = not self._rows or has_counters(self.args.device)
+        if measured and isinstance(labels, Tensor) and labels.numel() > self._rows:
+            self._rows, self._labels = labels.numel(), (labels != IGNORED).sum()
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        same = self._step == self.state.global_step and self._step_loss is not None
+        self._step_loss = self._step_loss + loss if same else loss  # type: ignore[operator] # it is not None
+        self._step = self.state.global_step
+        return loss
+
+    def last_loss(self, default: float) -> float:
+        """The loss of the last step, which the log may have only within a mean; ``default`` where there was none."""
+        if self._step_loss is None:
+            return default
+        loss: Any = self._step_loss
+        return float(self.accelerator.reduce(loss, "mean") if self.args.world_size > 1 else loss)
+
+    def batch_size(self) -> dict[str, int]:
+        """Tokens of the batch whose memory was measured, padding included, and how many of them have a label."""
+        return {"rows": self._rows, "labels": 0 if self._labels is None else int(self._labels)}
+
+
+class _LogLast(TrainerCallback):
+    """Logs the last step too, so that there is a curve and its end is the end."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True
 
 
 def _use_one_gpu(args: LossPluginArguments) -> None:
