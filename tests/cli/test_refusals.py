@@ -84,7 +84,74 @@ def test_a_hub_id_without_a_network(job: Job, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     sentence = job.refused(without=("model_config",), model_name_or_path="nobody/nothing-at-all")
-    assert sentence.startswith("model_name_or_path 'nobody/nothing-at-all' is no local folder and could not be had")
+    assert sentence == (
+        "model_name_or_path 'nobody/nothing-at-all' is no folder here and could not be had from the Hugging Face Hub, "
+        "which cannot be reached. Check the name and the network, or give the path of a local folder."
+    )
+    (job.folder / "nomodels").mkdir()
+    sentence = job.refused(without=("model_config",), model_name_or_path="nomodel")
+    assert sentence == (
+        "model_name_or_path 'nomodel' is no folder here and could not be had from the Hugging Face Hub, which cannot "
+        "be reached. Did you mean 'nomodels'?"
+    )
+    sentence = job.refused(without=("model_config",), model_name_or_path="./nomodel")
+    assert sentence == "model_name_or_path './nomodel' does not exist. Did you mean 'nomodels'?"
+    (job.folder / "nomodels" / "final").mkdir()
+    sentence = job.refused(without=("model_config",), model_name_or_path="nomodels/finall")
+    assert sentence == "model_name_or_path 'nomodels/finall' does not exist. Did you mean 'nomodels/final'?"
+
+
+def test_the_hub_is_asked_once_and_without_patience(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def unplugged(url: str, timeout: float) -> None:
+        asked.append((url.rsplit("/resolve/")[0], timeout))
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unplugged)
+    assert "which cannot be reached" in job.refused(without=("model_config",), model_name_or_path="nobody/nothing")
+    ((url, timeout),) = asked
+    assert url.endswith("nobody/nothing")
+    assert timeout <= 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("RepositoryNotFoundError", "there is no such model, or it needs a login"), ("GatedRepoError", "grants access")],
+)
+def test_what_the_hub_answers_is_one_sentence(job: Job, monkeypatch: pytest.MonkeyPatch, kind: str, what: str) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    error = getattr(errors, kind).__new__(getattr(errors, kind))  # made from responses, which differ by release
+
+    def answer(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
+    assert what in job.refused(without=("model_config",), model_name_or_path="nobody/nothing")
+
+
+def test_long_errors_end_at_a_word() -> None:
+    from loss_plugins.integrations.hf.loading import one_line
+
+    assert one_line(ValueError("see   https://example.org/a/long/path for more."), 20) == "see ..."
+    assert one_line(ValueError("short.")) == "short"
+
+
+def test_what_is_cached_is_loaded_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from loss_plugins.integrations.hf.loading import _asked_of_hub
+
+    def unplugged(*args: Any, **kwargs: Any) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unplugged)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: f"/cache/{name}/{file}")
+    assert _asked_of_hub("model_name_or_path", "somebody/something") == {"local_files_only": True}
 
 
 WORDS: list[tuple[list[str], list[str]]] = [

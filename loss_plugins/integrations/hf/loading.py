@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -122,7 +123,7 @@ def _short_unknown(kind: str, name: str, known: Iterable[str]) -> str:
 def one_line(error: BaseException, limit: int = 240) -> str:
     """An exception of another library as part of a sentence."""
     text = " ".join(str(error).split()).rstrip(".")
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= limit else text[: limit - 3].rpartition(" ")[0] + " ..."
 
 
 def _pretrained(load: Any, key: str, name: str, **options: Any) -> Any:
@@ -146,15 +147,63 @@ def _pretrained(load: Any, key: str, name: str, **options: Any) -> Any:
         source, options = str(path.parent), {**options, "gguf_file": path.name}
     elif path.is_dir():
         source = str(path)
-    elif path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") > 1:
-        raise ConfigError(f"{key} {name!r} does not exist. Check the path.")
+    elif _is_path(name):
+        raise ConfigError(f"{key} {name!r} does not exist.{_near(path) or ' Check the path.'}")
     else:
-        source = name
+        source, options = name, {**options, **_asked_of_hub(key, name)}
     try:
         return load(source, **options)
     except Exception as error:  # the loaders raise OSError, ValueError, KeyError and the hub's own kinds
-        what = "could not be loaded" if path.exists() else "is no local folder and could not be had from the Hub"
+        what = "could not be loaded" if path.exists() else "could not be loaded from the Hugging Face Hub"
         raise ConfigError(f"{key} {name!r} {what}: {one_line(error)}. Check the name.") from error
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name that stands for nothing here cannot be meant for the Hub, whose ids are ``owner/name``."""
+    path = Path(name).expanduser()
+    inside = "/" in name and path.parent.is_dir()
+    return path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") > 1 or inside
+
+
+def _near(path: Path) -> str:
+    """`` Did you mean ...?`` from the folders and GGUF files beside a path."""
+    if not path.parent.is_dir():
+        return ""
+    beside = [p.name for p in path.parent.iterdir() if p.suffix == ".gguf" or p.is_dir()]
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {str(path.parent / near[0])!r}?" if near else ""
+
+
+def _asked_of_hub(key: str, name: str) -> dict[str, Any]:
+    """Ask once whether the Hub has ``name``, before loaders that try for half a minute; returns options for them.
+
+    Raises:
+        ConfigError: it has not, or it cannot be reached and nothing is cached.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    here = f"{key} {name!r} is no folder here and could not be had from the Hugging Face Hub"
+    near = _near(Path(name))
+    try:
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, "config.json"), timeout=5)
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{here}: that is no id of a model.{near or ' Check the name.'}") from error
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"{here}: its owner grants access. Ask for it on its page, then run hf auth login."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        what = "there is no such model, or it needs a login (hf auth login)"
+        raise ConfigError(f"{here}: {what}.{near or ' Check the name.'}") from error
+    except errors.HfHubHTTPError:
+        pass  # a file is missing, or the Hub is busy: the loader knows more
+    except Exception as error:  # each release has its own kinds for a network that is not there
+        if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            return {"local_files_only": True}
+        advice = near or " Check the name and the network, or give the path of a local folder."
+        raise ConfigError(f"{here}, which cannot be reached.{advice}") from error
+    return {}
 
 
 def load_tokenizer(args: ModelArguments, texts: Sequence[str], cache: Path) -> tuple[Any, str | None]:
