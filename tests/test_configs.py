@@ -45,6 +45,13 @@ def test_a_comment_stands_above_each_key(file: Path) -> None:
         assert len(line) <= 120
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_says_where_files_are_looked_for(file: Path) -> None:
+    head = file.read_text().split("# --- ")[0]
+    assert "from the current folder" in head
+    assert "train --keys" in head
+
+
 @pytest.mark.parametrize("name", ["naive", "chunked", "flce", "cce"])
 def test_it_is_the_quickstart_with_one_strategy(name: str) -> None:
     own = {"loss_strategy", "loss_options", "loss_statistics", "strategies", "output_dir"}

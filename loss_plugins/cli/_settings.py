@@ -20,6 +20,8 @@ import yaml
 from ..errors import ConfigError, LossPluginError
 
 NONE = type(None)
+DEFAULTS = {"logging_steps": 0.05}
+"""Where a job says nothing, other than the Trainer's: twenty points in a curve. Its 500 steps may be never."""
 ALL_KEYS = "All keys: loss-plugins train --keys"
 
 
@@ -140,9 +142,8 @@ def _hints(classes: Sequence[Any]) -> dict[str, Any]:
 
 
 def _log_often(values: dict[str, Any]) -> None:
-    """Twenty points in a curve where the job does not say how often to log; the Trainer's 500 steps may be never."""
     if not {"logging_steps", "logging_strategy"} & set(values):
-        values["logging_steps"] = 0.05
+        values |= DEFAULTS
         if values.get("eval_strategy") == "steps":
             values.setdefault("eval_steps", 500)  # would follow logging_steps
 

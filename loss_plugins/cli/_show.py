@@ -55,9 +55,9 @@ def show_table(
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.width = min(console.width, WIDTH) if sys.stdout.isatty() else WIDTH  # a pipe has no width
-    console.print(f"\n{title}", style="bold", markup=False)
+    console.print(f"\n{title}", style="bold")
     if note:
-        console.print(note, markup=False)
+        console.print(note)
     console.print(table)

@@ -14,19 +14,51 @@ import typer
 from ._show import explains_errors, show_table
 
 
+def _keys(asked: bool) -> None:
+    if asked:
+        from ._keys import show_keys
+
+        show_keys()
+        raise typer.Exit
+
+
 @explains_errors
 def train(
     context: typer.Context,
-    config: str = typer.Argument(..., metavar="CONFIG.yaml", help="The job: see configs/quickstart.yaml."),
+    config: str = typer.Argument(..., metavar="CONFIG.yaml", help="The job: key: value lines."),
+    keys: bool = typer.Option(False, "--keys", is_eager=True, callback=_keys, help="All keys, their defaults, help."),
 ) -> None:
     """Train a model as a YAML file says: loss keys beside those of transformers' TrainingArguments, flat.
 
-    Any key can be overridden behind the file: --loss_strategy chunked --max_steps 20
-    --loss_options '{"workspace_mb": 64}' --model_config.hidden_size 64.
+    \b
+    The main keys; --keys lists all, with their defaults:
+      loss_strategy       auto, naive, chunked, flce or cce
+      loss_options        options of that strategy: {workspace_mb: 64}
+      strategies          in place of loss_strategy, several to compare
+      model_name_or_path  a folder, an id of the Hugging Face Hub, or a .gguf
+      model_config        in its place, a new model: {model_type: llama, ...}
+      train_file          .jsonl, .parquet or .txt
+      embedded_corpus     in its place: python_stdlib, which is always there
+      max_length          longest sequence in tokens
+      packing             true: documents one after another, no padding
+      lora_r              rank of LoRA adapters, to train only these
+      output_dir          where the summary, the plots and the model go
+      max_steps, learning_rate, per_device_train_batch_size, ...
+
+    \b
+    Any key can be overridden behind the file:
+      loss-plugins train job.yaml --loss_strategy chunked --max_steps 20
+      loss-plugins train job.yaml --strategies naive cce
+      loss-plugins train job.yaml --loss_options '{"workspace_mb": 64}'
+      loss-plugins train job.yaml --model_config.hidden_size 64
+
+    Files are looked for, and written, from the current folder, wherever the YAML lies.
     """
     if "--help" in context.args:
         typer.echo(context.get_help())
         return
+    if "--keys" in context.args:
+        _keys(True)
     if config.startswith("-"):
         raise typer.BadParameter(f"The job's YAML file comes first, before {config}.")
     from ..integrations.hf.job import SETTINGS, run

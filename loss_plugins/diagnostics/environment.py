@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from .. import __version__
@@ -36,11 +38,29 @@ def best_device() -> str:
 
 
 def report() -> dict[str, Any]:
-    """Versions, system, and the facts of the device that a Trainer would use."""
+    """Versions, system, and the facts of the device that a Trainer would use. Facts that are not known are left out."""
     profile = DeviceProfile.probe(best_device())
-    return {
-        "versions": versions(),
-        "system": platform.platform(),
-        "device": asdict(profile),
-        "triton_can_launch": profile.can_triton,
-    }
+    device = {key: value for key, value in asdict(profile).items() if value not in (0, "", (0, 0)) or value is False}
+    found: dict[str, Any] = {"versions": versions(), "system": platform.platform()}
+    found |= {"cpu": f"{cpu_name()}, {os.cpu_count()} threads"}
+    if ram := ram_bytes():
+        found["ram_bytes"] = ram
+    return found | {"device": device, "triton_can_launch": profile.can_triton}
+
+
+def cpu_name() -> str:
+    """The processor's name where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, named), "") or platform.processor() or platform.machine()
+
+
+def ram_bytes() -> int | None:
+    """Main memory, where the system tells it."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

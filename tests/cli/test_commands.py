@@ -126,4 +126,26 @@ def test_env_has_what_a_bug_report_needs(invoke: Any) -> None:
     found = json.loads(invoke("env", "--json").output)
     assert found["versions"]["torch"] == torch.__version__
     assert found["device"]["kind"] == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert found["versions"]["transformers"] in invoke("env").output
+    table = invoke("env").output
+    assert found["versions"]["transformers"] in table
+    assert found["cpu"] in table
+
+
+def test_env_on_a_cpu_says_what_is_known(invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loss_plugins.diagnostics.environment.best_device", lambda: "cpu")
+    found = json.loads(invoke("env", "--json").output)
+    assert found["ram_bytes"] > 1 << 28
+    assert set(found["device"]) == {"kind", "name", "has_triton", "interpreted"}
+    table = invoke("env").output
+    assert "memory" in table
+    assert "(0, 0)" not in table
+    assert "total_bytes" not in table
+
+
+def test_brackets_in_tables_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    from loss_plugins.cli._show import show_table
+
+    show_table("[a title]", ("key",), [("pip install 'loss-plugins[peft]' [bold]",)], note="[a note]")
+    text = capsys.readouterr().out
+    for words in ("[a title]", "[a note]", "pip install 'loss-plugins[peft]' [bold]"):
+        assert words in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import torch
 import transformers
 from tiny_job import MODEL, POEM, Job, write_jsonl
 
+from loss_plugins.integrations.hf.job import SETTINGS
 from loss_plugins.strategies import STRATEGIES
 
 REPORTED = {"final_loss", "losses", "tokens_per_s", "loss_peak_bytes", "kernels"}
@@ -263,3 +265,27 @@ def test_help_stands_behind_a_file_too(job: Job) -> None:
     assert result.exit_code == 0
     assert "CONFIG.yaml" in result.output
     assert not job.output.exists()
+
+
+def test_help_names_the_main_keys_and_keeps_its_lines(invoke: Any) -> None:
+    text = invoke("train", "--help").output
+    lines = [line.strip() for line in text.splitlines()]
+    assert "loss-plugins train job.yaml --loss_strategy chunked --max_steps 20" in lines
+    known = {entry.name for cls in SETTINGS for entry in dataclasses.fields(cls)}
+    start = next(i for i, line in enumerate(lines) if line.startswith("The main keys"))
+    named = [line.split()[0] for line in lines[start + 1 : lines.index("", start)]]
+    assert {"train_file", "packing", "model_config", "loss_strategy", "strategies"} <= set(named)
+    assert {name.rstrip(",") for name in named} <= known
+    assert "from the current folder" in text
+
+
+def test_keys_lists_every_key_with_its_default(job: Job, invoke: Any) -> None:
+    text = invoke("train", "--keys").output
+    cells = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    for cls in SETTINGS:
+        for entry in dataclasses.fields(cls):
+            assert not entry.init or entry.name in cells, entry.name
+    assert cells["max_length"].split()[1] == "1024"
+    assert cells["logging_steps"].split()[1] == "0.05"
+    assert max(map(len, text.splitlines())) <= 120
+    assert job.run("--keys").output == text
