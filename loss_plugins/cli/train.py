@@ -97,9 +97,10 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
     rows = []
     for name, result in results.items():
         peak, speed = result["loss_peak_bytes"], result["tokens_per_s"]
+        ran = ", ".join(result["chosen"])
         rows.append(
             (
-                name,
+                name if ran == name else f"{name} ({ran})",
                 f"{result['final_loss']:.4f}",
                 "-" if not speed else f"{speed:,.0f}",
                 "-" if not peak else human_bytes(peak),

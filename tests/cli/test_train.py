@@ -35,6 +35,7 @@ def test_one_strategy_trains_and_reports(job: Job, strategy: str) -> None:
     assert result["loss_peak_bytes"] > 0
     assert all(isinstance(kernel, str) for kernel in result["kernels"])
     assert result["kernels"]
+    assert result["chosen"] == ["naive" if strategy == "auto" else strategy], "little logits: auto takes naive"
     assert {"versions", "device", "date"} <= set(summary)
 
 

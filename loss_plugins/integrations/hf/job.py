@@ -227,6 +227,7 @@ def _train(
         "steps": [step for step, _ in logged],
         "tokens_per_s": report["tokens_per_s"],
         "loss_peak_bytes": report["loss_peak_bytes"],
+        "chosen": list(report["chosen"]),
         "kernels": list(report["kernels"]) or [material.kernels[str(report["strategy"])]],
     }
     if material.evaluation is not None:
