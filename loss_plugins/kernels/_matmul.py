@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MM_HAS_OUT_DTYPE = "out_dtype" in (torch.mm.__doc__ or "")
+_MM_HAS_OUT_DTYPE = "dtype" in torch.ops.aten.mm.overloads()
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,8 @@ def check_fields(fields: Sequence[str]) -> frozenset[str]:
     """
     if isinstance(fields, str):
         fields = (fields,)
+    if not isinstance(fields, Sequence | Set):
+        raise ConfigError(f"fields must be names such as ('nll', 'entropy'), got {fields!r}. Use () for the loss only.")
     for name in fields:
         if name not in FIELDS:
             raise ConfigError(unknown_name("field", str(name), FIELDS))

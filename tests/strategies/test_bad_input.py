@@ -91,6 +91,11 @@ def test_an_unknown_field():
         linear_cross_entropy_stats(HIDDEN, WEIGHT, LABELS, fields=("entropie",))
 
 
+def test_fields_that_are_no_names():
+    with pytest.raises(ConfigError, match=r"fields must be names such as \('nll', 'entropy'\), got None"):
+        linear_cross_entropy_stats(HIDDEN, WEIGHT, LABELS, fields=None)
+
+
 def test_a_weight_that_zero3_has_taken_away():
     weight = torch.nn.Parameter(torch.empty(0))
     weight.ds_shape = (17, 8)
