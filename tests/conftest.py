@@ -38,6 +38,14 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def auto_has_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which strategy "auto" takes is said once a process: not in whichever test happens to be the first."""
+    from loss_plugins.strategies import STRATEGIES, _select
+
+    monkeypatch.setattr(_select, "_said", set(STRATEGIES.builtin()))
+
+
+@pytest.fixture(autouse=True)
 def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In tests of kernels and strategies, memory that nobody has written reads as NaN (or the largest integer).
 
