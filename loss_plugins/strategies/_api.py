@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..kernels._rows import accumulator
 from ._base import LossOutput, RowLoss, Rows
 from ._select import profile_of, select_on
 from ._validate import Checked, check_arguments, check_fields
@@ -184,7 +185,7 @@ def _compute(
 ) -> LossOutput:
     """One loss. Everything that all strategies share happens here, once."""
     shape, labels, hidden, weight = given.labels.shape, given.labels, given.hidden, given.weight
-    acc = torch.float64 if given.dtype == torch.float64 else torch.float32
+    acc = accumulator(given.dtype)
     labels = labels.reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     valid = labels != given.ignore_index
@@ -254,8 +255,12 @@ def _output(
     if given.z_loss:
         part = given.z_loss * result.lse.detach().square() * rows.row_scale.detach()
         z_loss = part.sum() if given.reduction != "none" else _scatter(part, kept, shape, 0.0)
-    predicted = result.predicted
-    right = None if predicted is None else (predicted == rows.labels) & (rows.labels != given.ignore_index)
+    predicted, right = result.predicted, None
+    if "accuracy" in asked and predicted is not None:
+        right = (predicted == rows.labels) & (rows.labels != given.ignore_index)
+    dropped = result.dropped
+    if "dropped" in asked and dropped is None:
+        dropped = torch.zeros_like(rows.row_scale, dtype=rows.accumulator, requires_grad=False)
     return LossOutput(
         loss=loss,
         nll=field("nll", result.nll),
@@ -264,7 +269,7 @@ def _output(
         accuracy=field("accuracy", right),
         predicted=field("predicted", predicted, given.ignore_index),
         z_loss=z_loss,
-        dropped=field("dropped", result.dropped),
+        dropped=field("dropped", dropped),
     )
 
 
@@ -278,7 +283,7 @@ def _scatter(values: Tensor, kept: Tensor | None, shape: torch.Size, fill: float
 
 def _no_rows(rows: Rows) -> RowLoss:
     """The loss of no token: 0, tied to the graph so that every parameter gets a zero gradient and not None."""
-    acc = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    acc = rows.accumulator
     if rows.project is not None:
         probe = rows.hidden.new_zeros(1, rows.hidden.shape[1])
         loss = rows.project(probe)[:0].to(acc).sum() + rows.hidden.to(acc).sum()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device import DeviceProfile
+from ..kernels._rows import accumulator
 
 FIELDS = ("nll", "lse", "entropy", "accuracy", "predicted", "dropped")
 
@@ -66,7 +67,8 @@ class Problem:
 
     @property
     def accumulator(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        """The type that sums and per-row results are kept in."""
+        return accumulator(self.dtype)
 
     @property
     def logits_bytes(self) -> int:
@@ -102,6 +104,19 @@ class Rows:
     fields: frozenset[str] = frozenset()
     project: Callable[[Tensor], Tensor] | None = None  # (n, H) -> (n, V): a head that must be called
 
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The type that sums and per-row results are kept in."""
+        return accumulator(self.dtype)
+
+    @property
+    def want_entropy(self) -> bool:
+        return "entropy" in self.fields
+
+    @property
+    def want_predicted(self) -> bool:
+        return bool(self.fields & {"predicted", "accuracy"})
+
     def problem(self) -> Problem:
         grad = torch.is_grad_enabled()
         weight = self.weight
@@ -120,14 +135,17 @@ class Rows:
 
 
 class RowLoss(NamedTuple):
-    """What a strategy returns: the total ``(loss * row_scale).sum()`` or each row's ``loss * row_scale``; fields."""
+    """What a strategy returns: the total ``(loss * row_scale).sum()``, or each row's ``loss * row_scale``; and fields.
+
+    Only fields that ``Rows.fields`` asks for are read; ``predicted`` is the one behind ``accuracy`` too.
+    """
 
     loss: Tensor
     nll: Tensor  # (N,)
     lse: Tensor  # (N,)
     entropy: Tensor | None = None
     predicted: Tensor | None = None
-    dropped: Tensor | None = None
+    dropped: Tensor | None = None  # None: nothing was
 
 
 class Strategy(Protocol):

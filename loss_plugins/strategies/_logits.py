@@ -6,17 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._base import RowLoss, Rows
+from ._base import Rows
 
 
-def project(rows: Rows, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+def project(rows: Rows, hidden: Tensor) -> Tensor:
     """Transformed logits (n, V) of some rows, in the accumulator's type."""
     if rows.project is not None:
-        return rows.project(hidden).to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+        return rows.project(hidden).to(rows.accumulator)
     assert rows.weight is not None
     bias = None if rows.bias is None else rows.bias.to(rows.dtype)
-    logits = F.linear(hidden.to(rows.dtype), rows.weight.to(rows.dtype) if weight is None else weight, bias)
-    return transform(rows, logits.to(torch.float64 if rows.dtype == torch.float64 else torch.float32))
+    logits = F.linear(hidden.to(rows.dtype), rows.weight.to(rows.dtype), bias)
+    return transform(rows, logits.to(rows.accumulator))
 
 
 def transform(rows: Rows, logits: Tensor) -> Tensor:
@@ -52,22 +52,10 @@ def loss_from_logits(rows: Rows, logits: Tensor, labels: Tensor, row_scale: Tens
             picked = logits.gather(1, torch.where(valid, labels, 0)[:, None])[:, 0]
             nll = torch.where(valid, lse - picked, 0.0)
         entropy, predicted = empty, empty
-        if "entropy" in rows.fields:
+        if rows.want_entropy:
             log_p = torch.log_softmax(logits, 1)
             p = log_p.exp()
             entropy = torch.where(valid, -(p * torch.where(p > 0, log_p, 0.0)).sum(1), 0.0)
-        if rows.fields & {"predicted", "accuracy"}:
+        if rows.want_predicted:
             predicted = torch.where(valid, logits.argmax(1), rows.ignore_index)
     return loss, nll, lse, entropy, predicted
-
-
-def row_loss(rows: Rows, loss: Tensor, nll: Tensor, lse: Tensor, entropy: Tensor, predicted: Tensor) -> RowLoss:
-    """Per-row tensors as a `RowLoss`."""
-    return RowLoss(
-        loss=loss.sum() if rows.reduce else loss,
-        nll=nll,
-        lse=lse,
-        entropy=entropy if "entropy" in rows.fields else None,
-        predicted=predicted if rows.fields & {"predicted", "accuracy"} else None,
-        dropped=torch.zeros_like(rows.row_scale, requires_grad=False) if "dropped" in rows.fields else None,
-    )

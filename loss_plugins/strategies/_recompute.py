@@ -19,16 +19,9 @@ def recomputed(
     assert rows.weight is not None
     loss, nll, lse, entropy, predicted, dropped = ops.linear_ce(
         rows.hidden, rows.weight, rows.bias, rows.labels, rows.class_weight, rows.ignore_index, rows.scale,
-        rows.softcap, rows.label_smoothing, rows.z_loss, rows.dtype, "entropy" in rows.fields,
-        bool(rows.fields & {"predicted", "accuracy"}), filter_hidden, filter_weight, "dropped" in rows.fields,
+        rows.softcap, rows.label_smoothing, rows.z_loss, rows.dtype, rows.want_entropy,
+        rows.want_predicted, filter_hidden, filter_weight, "dropped" in rows.fields,
         tile_bytes, forward_kernels, backward_kernels,
     )  # fmt: skip
     loss = loss * rows.row_scale
-    return RowLoss(
-        loss=loss.sum() if rows.reduce else loss,
-        nll=nll,
-        lse=lse,
-        entropy=entropy if "entropy" in rows.fields else None,
-        predicted=predicted if rows.fields & {"predicted", "accuracy"} else None,
-        dropped=dropped if "dropped" in rows.fields else None,
-    )
+    return RowLoss(loss.sum() if rows.reduce else loss, nll, lse, entropy, predicted, dropped)

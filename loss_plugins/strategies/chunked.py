@@ -20,7 +20,7 @@ from ..device import DeviceProfile
 from ..kernels.torch import matmul, project_back
 from ..kernels.torch import project as product
 from ._base import Problem, RowLoss, Rows
-from ._logits import loss_from_logits, project, row_loss, transform
+from ._logits import loss_from_logits, project, transform
 from ._options import check_workspace, workspace_bytes
 
 
@@ -125,8 +125,8 @@ class Chunked:
             else:
                 parts.append(chunk(*piece))
         losses, *fields = zip(*parts, strict=True)
-        loss = torch.stack(losses) if rows.reduce else torch.cat(losses)
-        return row_loss(rows, loss, *(torch.cat(f) for f in fields))
+        loss = torch.stack(losses).sum() if rows.reduce else torch.cat(losses)
+        return RowLoss(loss, *(torch.cat(f) for f in fields))
 
 
 def _versions(rows: Rows) -> tuple[int, ...]:

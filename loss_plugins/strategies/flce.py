@@ -47,8 +47,10 @@ class Flce:
 
     def chunk_rows(self, problem: Problem, options: FlceOptions, backend: str = "torch") -> int:
         size = problem.accumulator.itemsize if backend == "torch" else problem.dtype.itemsize
-        budget = workspace_bytes(options.workspace_mb, 1024, problem.logits_bytes)
-        return max(1, min(problem.rows, budget // (problem.vocab * size)))
+        return max(1, min(problem.rows, self.chunk_bytes(problem, options) // (problem.vocab * size)))
+
+    def chunk_bytes(self, problem: Problem, options: FlceOptions) -> int:
+        return workspace_bytes(options.workspace_mb, 1024, problem.logits_bytes)
 
     def peak_bytes(self, problem: Problem, options: FlceOptions) -> int:
         size = problem.accumulator.itemsize
@@ -56,7 +58,6 @@ class Flce:
         chunk = rows * problem.vocab * size + rows * columns * size
         if problem.dtype.itemsize < size:
             chunk += columns * problem.hidden * size
-        if problem.dtype.itemsize < size:
             chunk += chunk * problem.dtype.itemsize // size
         peak = chunk + problem.gradient_bytes
         weight_size = (problem.weight_dtype or problem.dtype).itemsize
@@ -76,8 +77,8 @@ class Flce:
         backend = backend_for(options.kernels, profile, rows.dtype)
         # gradients made in the forward know nothing of the weights that the rows will have been given
         if not rows.reduce or (torch.is_grad_enabled() and rows.row_scale.requires_grad):
-            budget = workspace_bytes(options.workspace_mb, 1024, problem.logits_bytes)
-            return recomputed(rows, budget, forward_kernels=backend, backward_kernels=backend)
+            tile_bytes = self.chunk_bytes(problem, options)
+            return recomputed(rows, tile_bytes, forward_kernels=backend, backward_kernels=backend)
         # float16 has no room below 6e-8, and what is rounded here has not met a loss scaler's factor yet: dX and db are
         # kept in float32, and a half head's dW is computed for a loss that is larger
         hidden = rows.hidden.float() if problem.needs_hidden and rows.hidden.dtype == torch.float16 else rows.hidden
@@ -86,21 +87,13 @@ class Flce:
         row_scale = rows.row_scale if factor is None else rows.row_scale * factor
         total, _, _, _, nll, lse, entropy, predicted = ops.flce(
             hidden, rows.weight, bias, rows.labels, row_scale, rows.class_weight, rows.ignore_index,
-            rows.scale, rows.softcap, rows.label_smoothing, rows.z_loss, rows.dtype, "entropy" in rows.fields,
-            bool(rows.fields & {"predicted", "accuracy"}),
-            problem.needs_hidden,
+            rows.scale, rows.softcap, rows.label_smoothing, rows.z_loss, rows.dtype, rows.want_entropy,
+            rows.want_predicted, problem.needs_hidden,
             torch.is_grad_enabled() and rows.weight.requires_grad,
             torch.is_grad_enabled() and rows.bias is not None and rows.bias.requires_grad,
             self.chunk_rows(problem, options, backend), backend,
         )  # fmt: skip
-        return RowLoss(
-            loss=total if factor is None else total / factor,
-            nll=nll,
-            lse=lse,
-            entropy=entropy if "entropy" in rows.fields else None,
-            predicted=predicted if rows.fields & {"predicted", "accuracy"} else None,
-            dropped=torch.zeros_like(lse) if "dropped" in rows.fields else None,
-        )
+        return RowLoss(total if factor is None else total / factor, nll, lse, entropy, predicted)
 
 
 def _lift(row_scale: Tensor) -> Tensor:

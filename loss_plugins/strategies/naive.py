@@ -15,7 +15,7 @@ from torch import Tensor
 from ..device import DeviceProfile
 from ..errors import ConfigError
 from ._base import Problem, RowLoss, Rows
-from ._logits import loss_from_logits, project, row_loss
+from ._logits import loss_from_logits, project
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Naive:
 
     def __call__(self, rows: Rows, options: NaiveOptions, profile: DeviceProfile) -> RowLoss:
         run = _compiled() if options.compile else _whole
-        return row_loss(rows, *run(rows))
+        loss, *fields = run(rows)
+        return RowLoss(loss.sum() if rows.reduce else loss, *fields)
 
 
 STRATEGY = Naive()

@@ -26,10 +26,11 @@ from .._rows import row_coefficients, row_terms
 from ._common import (
     Blocks,
     blocks_for,
-    can_tma,
     compute_dtype,
     counted_first,
     descriptor,
+    has_bulk_copies,
+    is_bulk_readable,
     logits_tile,
     on,
     transform,
@@ -190,14 +191,16 @@ def flce_forward(
     (rows, width), vocab = hidden.shape, weight.shape[0]
     valid = labels != ignore_index
     row_scale = torch.where(valid, row_scale.to(torch.float32), 0.0)
-    order, place, count = counted_first(labels, ignore_index)
-    packed = hidden.index_select(0, order).to(dtype)
-    one_pass = dtype == torch.bfloat16 and not label_smoothing and can_tma(packed, weight, dtype) and chunk_rows >= 128
-    if not one_pass or not (need_hidden or need_weight or need_bias):
+    differentiable = need_hidden or need_weight or need_bias
+    # the rows will be packed in the operands' type, so only their width can stand in the way of a bulk copy
+    readable = has_bulk_copies(hidden.device) and width % 8 == 0 and weight.dtype == dtype and is_bulk_readable(weight)
+    if not (differentiable and dtype == torch.bfloat16 and not label_smoothing and readable and chunk_rows >= 128):
         return _two_passes(
             hidden, weight, bias, labels, row_scale, class_weight, ignore_index, scale, softcap, label_smoothing,
             z_loss, dtype, want_entropy, want_predicted, need_hidden, need_weight, need_bias, chunk_rows,
         )  # fmt: skip
+    order, place, count = counted_first(labels, ignore_index)
+    packed = hidden.index_select(0, order).to(dtype)
     step = min(chunk_rows // 128 * 128, triton.cdiv(rows, 128) * 128)
     blocks = blocks_for(step, dtype, True)
     # whole tiles, so that every row of the chunk begins on 16 bytes and no store is cut

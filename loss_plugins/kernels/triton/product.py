@@ -21,7 +21,7 @@ from ._common import INTERPRETED, compute_dtype, descriptor, has_bulk_copies, is
 def _product_kernel(
     left,  # (M, K) descriptor, or (K, M) with TRANSPOSED
     right,  # (K, N) descriptor
-    out,  # (M, N) descriptor with blocks of (BLOCK_M, BLOCK_N / HALVES)
+    out,  # (M, N) descriptor, with ADD of half tiles: (BLOCK_M, BLOCK_N / 2)
     count,  # () int64
     factor,  # () float32
     M,
