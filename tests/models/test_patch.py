@@ -261,12 +261,12 @@ def test_through_wrappers() -> None:
     assert handle.counts.fused == 1
 
 
-def test_trainer_sees_the_same_model() -> None:
+def test_trainer_sees_the_same_model(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     stock, model = make(dtype=torch.float32), make(dtype=torch.float32)
     patch_model(model, "cce")
-    args = TrainingArguments(use_cpu=True, report_to=[], output_dir="unused")
+    args = TrainingArguments(use_cpu=True, report_to=[], output_dir=str(tmp_path))
     facts = [
         [
             getattr(Trainer(model=m, args=args), a, None)
