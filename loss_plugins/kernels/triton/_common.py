@@ -5,14 +5,16 @@ In kernels ``i_`` is an index, ``o_`` offsets, ``m_`` a mask, ``b_`` a block, ``
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .tuning import Blocks, blocks_of, device_keys
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -70,29 +72,39 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bf
 INTERPRETED = not isinstance(logits_tile, triton.JITFunction)
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The shape of a tile and of the program that computes it."""
+def blocks_for(
+    rows: int,
+    dtype: torch.dtype,
+    tma: bool,
+    tall: bool = False,
+    kernel: str | None = None,
+    device: torch.device | None = None,
+) -> Blocks:
+    """The tile for this many rows, from the files of `tuning`. ``kernel`` is one of its `KERNELS`; without it
+    ``tall`` says forward or dZ."""
+    name = kernel or ("linear_ce" if tall else "dz")
+    return blocks_of(_keys(device or _current_device()), name, rows, dtype.itemsize, tma)
 
-    n: int
-    v: int
-    h: int
-    warps: int
-    stages: int
-    tma: bool
+
+@functools.cache
+def _keys(device: torch.device) -> tuple[str, ...]:
+    if INTERPRETED:
+        return device_keys("interpreter", "", "")
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        if torch.version.hip:
+            return device_keys("rocm", properties.name, properties.gcnArchName.split(":")[0])
+        return device_keys("cuda", properties.name, f"sm{properties.major}{properties.minor}")
+    if device.type == "xpu":
+        return device_keys("xpu", torch.xpu.get_device_properties(device).name, "")
+    return device_keys(device.type, "", "")
 
 
-def blocks_for(rows: int, dtype: torch.dtype, tma: bool, tall: bool = False) -> Blocks:
-    """A tile for this many rows: with bulk copies the fastest found on an H200 (``tall`` where little is stored),
-    else for half types what fits every GPU since Ampere."""
-    n = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-    if INTERPRETED and not tma:
-        return Blocks(n, 256, 64, 4, 2, False)  # each block costs milliseconds there
-    if dtype.itemsize >= 4:
-        return Blocks(min(n, 64), 64, 32, 4, 2, False)
-    if tma and n == 128:
-        return Blocks(256, 128, 64, 8, 3, True) if tall and rows > 128 else Blocks(128, 256, 64, 8, 3, True)
-    return Blocks(n, 128, 64, 8 if n == 128 else 4, 3, False)
+def _current_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    xpu = hasattr(torch, "xpu") and torch.xpu.is_available()
+    return torch.device("xpu", torch.xpu.current_device()) if xpu else torch.device("cpu")
 
 
 def can_tma(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -108,6 +120,7 @@ def can_cast(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     return half and has_bulk_copies(hidden.device) and is_bulk_readable(hidden) and weight.shape[1] % 8 == 0
 
 
+@functools.cache
 def has_bulk_copies(device: torch.device) -> bool:
     """Whether the device has a tensor memory accelerator: Hopper or later, or the interpreter."""
     if TensorDescriptor is None:
@@ -137,6 +150,7 @@ def precision(tensor: Tensor, dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
+@functools.cache
 def processors(device: torch.device) -> int:
     """How many programs run at a time; one under the interpreter."""
     if device.type == "cuda":
@@ -148,7 +162,7 @@ def processors(device: torch.device) -> int:
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return getattr(torch, device.type).device(device) if device.type in ("cuda", "xpu") else nullcontext()
 
 
 def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -153,7 +153,7 @@ def linear_ce_backward(
     # the sum over rows of eq. (8) ends inside a block: what lies behind the rows that count must be zero, not undefined
     packed.mul_((torch.arange(rows, device=hidden.device) < count)[:, None])
     readable = can_cast(packed, weight, dtype) or can_tma(packed, weight, dtype)
-    blocks = blocks_for(rows, dtype, readable)
+    blocks = blocks_for(rows, dtype, readable, device=hidden.device)
     columns = _slice_columns(rows, width, vocab, need_hidden, dtype, blocks, tile_bytes)
     height = triton.cdiv(rows, blocks.n)
 

@@ -202,7 +202,7 @@ def flce_forward(
     order, place, count = counted_first(labels, ignore_index)
     packed = hidden.index_select(0, order).to(dtype)
     step = min(chunk_rows // 128 * 128, triton.cdiv(rows, 128) * 128)
-    blocks = blocks_for(step, dtype, True)
+    blocks = blocks_for(step, dtype, True, kernel="exp", device=hidden.device)
     # whole tiles, so that every row of the chunk begins on 16 bytes and no store is cut
     # the library's products read all rows of a chunk, so those that do not count must hold numbers
     chunk = torch.zeros(step, triton.cdiv(vocab, blocks.v) * blocks.v, dtype=dtype, device=hidden.device)

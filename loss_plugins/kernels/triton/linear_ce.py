@@ -236,7 +236,7 @@ def linear_ce_forward(
     valid = labels != ignore_index
     packed = hidden.index_select(0, order).to(dtype)
     cast = can_cast(packed, weight, dtype)
-    blocks = blocks_for(rows, dtype, cast or can_tma(packed, weight, dtype), tall=True)
+    blocks = blocks_for(rows, dtype, cast or can_tma(packed, weight, dtype), tall=True, device=hidden.device)
     columns = cast_columns(width, dtype, blocks) if cast and blocks.tma else vocab
     slices, tiles = triton.cdiv(vocab, columns), triton.cdiv(min(columns, vocab), blocks.v)
     programs = programs_for(rows, tiles, blocks, hidden.device)

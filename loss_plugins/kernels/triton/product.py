@@ -14,7 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .._matmul import matmul
-from ._common import INTERPRETED, compute_dtype, descriptor, has_bulk_copies, is_bulk_readable, on, processors
+from ._common import (
+    INTERPRETED,
+    blocks_for,
+    compute_dtype,
+    descriptor,
+    has_bulk_copies,
+    is_bulk_readable,
+    on,
+    processors,
+)
 
 
 @triton.jit
@@ -103,14 +112,15 @@ def _launch(
     left: Tensor, right: Tensor, out: Tensor, count: Tensor, factor: Tensor, transposed: bool, add: bool
 ) -> None:
     (rows, width), depth = out.shape, right.shape[0]
-    m, n, k = 128, 256, 64
+    blocks = blocks_for(rows, left.dtype, True, kernel="product_add" if add else "product_store", device=out.device)
+    m, n, k = blocks.n, blocks.v, blocks.h
     grid = min(processors(out.device), triton.cdiv(rows, m) * triton.cdiv(width, n))
     with on(out.device):
         _product_kernel[(grid,)](
             descriptor(left, [k, m] if transposed else [m, k]), descriptor(right, [k, n]),
             descriptor(out, [m, n // 2 if add else n]), count, factor, rows, width, depth, grid,
             BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, DTYPE=compute_dtype(left.dtype), TRANSPOSED=transposed, ADD=add,
-            num_warps=8, num_stages=3,
+            num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
 
 
