@@ -1,9 +1,10 @@
 """The registered operators: schema, fake, autograd, and a launch that loads its backend on first use.
 
-Three operators, each opaque to torch.compile (the loss runs once a step, so a call's few microseconds do not matter):
+The operators, each opaque to torch.compile (the loss runs once a step, so a call's few microseconds do not matter):
 
 - ``linear_ce``: per-row losses without logits; its backward computes the logits again (``linear_ce_backward``).
 - ``flce``: the total over rows, with its gradients computed in the forward; its backward only scales them.
+- ``cross_entropy``: per-row losses of logits that exist; its backward may write over them.
 
 ``kernels`` names the backend folder that computes. All shapes: N rows, H hidden width, V vocabulary.
 """
@@ -76,20 +77,20 @@ def linear_ce(
     tile_bytes: int,
     forward_kernels: str,
     backward_kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, lse, entropy, predicted, dropped), each (N,), the last three (0,) unless asked for."""
-    loss, nll, lse, entropy, predicted = _launch(
-        forward_kernels, "linear_ce_forward", hidden, weight, bias, labels, class_weight, ignore_index, scale, softcap,
-        label_smoothing, z_loss, dtype, want_entropy, want_predicted, tile_bytes,
-    )  # fmt: skip
-    dropped = lse.new_zeros(lse.shape if want_dropped else 0)
+    filter_bound: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, nll, lse, entropy, predicted, dropped, marks): (N,) each, the three from entropy (0,) unless asked for.
+
+    The filters are the probability below which columns are left out of dX and of dW, 0 for none. A backend that marks
+    columns for its backward leaves out no more than ``filter_bound`` of a row.
+    """
     thresholds = [below for below in (filter_hidden, filter_weight) if below > 0]
-    if want_dropped and thresholds:
-        dropped = _launch(
-            "torch", "dropped_mass", hidden, weight, bias, labels, lse, ignore_index, scale, softcap, dtype,
-            min(thresholds), tile_bytes,
-        )  # fmt: skip
-    return loss, nll, lse, entropy, predicted, dropped
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _launch(
+        forward_kernels, "linear_ce_forward", hidden, weight, bias, labels, class_weight, ignore_index, scale, softcap,
+        label_smoothing, z_loss, dtype, want_entropy, want_predicted, tile_bytes, min(thresholds, default=0.0),
+        filter_bound, want_dropped,
+    )  # fmt: skip
+    return results
 
 
 @linear_ce.register_fake
@@ -97,10 +98,13 @@ def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None, ignore_index: int,
     scale: float, softcap: float, label_smoothing: float, z_loss: float, dtype: torch.dtype, want_entropy: bool,
     want_predicted: bool, filter_hidden: float, filter_weight: float, want_dropped: bool, tile_bytes: int,
-    forward_kernels: str, backward_kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows = hidden.shape[0]
+    forward_kernels: str, backward_kernels: str, filter_bound: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows, vocab = hidden.shape[0], weight.shape[0]
     acc = accumulator(dtype)
+    marks = (0, 0)
+    if forward_kernels != "torch":
+        marks = ((rows + 127) // 128 if filter_hidden or filter_weight else 0, (vocab + 31) // 32)
     return (
         hidden.new_empty(rows, dtype=acc),
         hidden.new_empty(rows, dtype=acc),
@@ -108,6 +112,7 @@ def _(
         hidden.new_empty(rows if want_entropy else 0, dtype=acc),
         hidden.new_empty(rows if want_predicted else 0, dtype=torch.int64),
         hidden.new_empty(rows if want_dropped else 0, dtype=acc),
+        hidden.new_empty(marks, dtype=torch.int32),
     )
 
 
@@ -133,12 +138,13 @@ def linear_ce_backward(
     need_bias: bool,
     tile_bytes: int,
     kernels: str,
+    marks: Tensor,  # (blocks, ceil(V / 32)) int32 from the forward, or empty
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dX, dW, db), empty where not needed."""
     gradients: tuple[Tensor, Tensor, Tensor] = _launch(
         kernels, "linear_ce_backward", grad, hidden, weight, bias, labels, class_weight, lse, ignore_index, scale,
         softcap, label_smoothing, z_loss, dtype, filter_hidden, filter_weight, need_hidden, need_weight, need_bias,
-        tile_bytes,
+        tile_bytes, marks,
     )  # fmt: skip
     return gradients
 
@@ -148,7 +154,7 @@ def _(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None,
     lse: Tensor, ignore_index: int, scale: float, softcap: float, label_smoothing: float, z_loss: float,
     dtype: torch.dtype, filter_hidden: float, filter_weight: float, need_hidden: bool, need_weight: bool,
-    need_bias: bool, tile_bytes: int, kernels: str,
+    need_bias: bool, tile_bytes: int, kernels: str, marks: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (rows, width), vocab = hidden.shape, weight.shape[0]
     return (
@@ -162,21 +168,21 @@ def _(
 
 def _linear_ce_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, labels, class_weight, *ctx.scalars = inputs
-    ctx.save_for_backward(hidden, weight, bias, labels, class_weight, output[2])
+    ctx.save_for_backward(hidden, weight, bias, labels, class_weight, output[2], output[6])
     ctx.set_materialize_grads(False)
 
 
 def _linear_ce_grad(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
-    hidden, weight, bias, labels, class_weight, lse = ctx.saved_tensors
+    hidden, weight, bias, labels, class_weight, lse, marks = ctx.saved_tensors
     (ignore_index, scale, softcap, label_smoothing, z_loss, dtype, _, _, filter_hidden, filter_weight, _, tile_bytes, _,
-     kernels) = ctx.scalars  # fmt: skip
+     kernels, _) = ctx.scalars  # fmt: skip
     unused = (None,) * (2 + len(ctx.scalars))
     if grad_loss is None:
         return (None, None, None, *unused)
     need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
     d_hidden, d_weight, d_bias = linear_ce_backward(
         grad_loss, hidden, weight, bias, labels, class_weight, lse, ignore_index, scale, softcap, label_smoothing,
-        z_loss, dtype, filter_hidden, filter_weight, need_hidden, need_weight, need_bias, tile_bytes, kernels,
+        z_loss, dtype, filter_hidden, filter_weight, need_hidden, need_weight, need_bias, tile_bytes, kernels, marks,
     )  # fmt: skip
     return (
         d_hidden if need_hidden else None,
@@ -276,3 +282,137 @@ def _(saved: Tensor, factor: Tensor) -> Tensor:
 
 
 flce.register_autograd(_flce_grad, setup_context=_flce_setup)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::cross_entropy", mutates_args=())
+def cross_entropy(
+    logits: Tensor,  # (B, T, V), any strides
+    labels: Tensor,  # (B * T,) int64 or int32
+    class_weight: Tensor | None,  # (V,)
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    want_entropy: bool,
+    want_predicted: bool,
+    inplace: bool,
+    kernels: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, nll, maximum, log of the sum, entropy, predicted), each (B * T,), the last two (0,) unless asked for.
+
+    The log-sum-exp of a row is maximum + log of the sum. With ``inplace`` the backward writes the gradient over the
+    logits, once: see `cross_entropy_backward_inplace`. Whether that is allowed is for the caller to know.
+    """
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _launch(
+        kernels, "cross_entropy_forward", logits, labels, class_weight, ignore_index, scale, softcap, label_smoothing,
+        z_loss, want_entropy, want_predicted,
+    )  # fmt: skip
+    return results
+
+
+@cross_entropy.register_fake
+def _(
+    logits: Tensor, labels: Tensor, class_weight: Tensor | None, ignore_index: int, scale: float, softcap: float,
+    label_smoothing: float, z_loss: float, want_entropy: bool, want_predicted: bool, inplace: bool, kernels: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows, acc = labels.shape[0], accumulator(logits.dtype)
+    loss, nll, max_, log_sum = (logits.new_empty(rows, dtype=acc) for _ in range(4))
+    entropy = logits.new_empty(rows if want_entropy else 0, dtype=acc)
+    return loss, nll, max_, log_sum, entropy, logits.new_empty(rows if want_predicted else 0, dtype=torch.int64)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::cross_entropy_backward", mutates_args=())
+def cross_entropy_backward(
+    grad: Tensor,  # (B * T,)
+    logits: Tensor,  # (B, T, V)
+    labels: Tensor,  # (B * T,)
+    class_weight: Tensor | None,  # (V,)
+    max_: Tensor,  # (B * T,)
+    log_sum: Tensor,  # (B * T,)
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    kernels: str,
+) -> Tensor:
+    """The gradient of the logits."""
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _launch(
+        kernels, "cross_entropy_backward", grad, logits, out, labels, class_weight, max_, log_sum, ignore_index, scale,
+        softcap, label_smoothing, z_loss,
+    )  # fmt: skip
+    return out
+
+
+@cross_entropy_backward.register_fake
+def _(
+    grad: Tensor, logits: Tensor, labels: Tensor, class_weight: Tensor | None, max_: Tensor, log_sum: Tensor,
+    ignore_index: int, scale: float, softcap: float, label_smoothing: float, z_loss: float, kernels: str,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::cross_entropy_backward_inplace", mutates_args=("logits",))
+def cross_entropy_backward_inplace(
+    grad: Tensor,  # (B * T,)
+    logits: Tensor,  # (B, T, V)
+    labels: Tensor,  # (B * T,)
+    class_weight: Tensor | None,  # (V,)
+    max_: Tensor,  # (B * T,)
+    log_sum: Tensor,  # (B * T,)
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    kernels: str,
+) -> None:
+    """`cross_entropy_backward` over the logits. An operator that says so raises their version, so whoever saved them
+    for a backward of its own is told by autograd."""
+    _launch(
+        kernels, "cross_entropy_backward", grad, logits, logits, labels, class_weight, max_, log_sum, ignore_index,
+        scale, softcap, label_smoothing, z_loss,
+    )  # fmt: skip
+
+
+@cross_entropy_backward_inplace.register_fake
+def _(
+    grad: Tensor, logits: Tensor, labels: Tensor, class_weight: Tensor | None, max_: Tensor, log_sum: Tensor,
+    ignore_index: int, scale: float, softcap: float, label_smoothing: float, z_loss: float, kernels: str,
+) -> None:  # fmt: skip
+    return None
+
+
+def _cross_entropy_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, labels, class_weight, *ctx.scalars = inputs
+    ctx.save_for_backward(logits, labels, class_weight, output[2], output[3])
+    ctx.set_materialize_grads(False)
+    ctx.written = False
+
+
+def _cross_entropy_grad(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+    unused = (None,) * (2 + len(ctx.scalars))
+    if grad_loss is None:
+        return (None, *unused)
+    *numbers, _, _, inplace, kernels = ctx.scalars
+    if not inplace:
+        return (cross_entropy_backward(grad_loss, *ctx.saved_tensors, *numbers, kernels), *unused)
+    if ctx.written:
+        raise RuntimeError(
+            "A second backward through a cross-entropy with inplace=True was asked for, but the first one has written "
+            "the gradient over the logits. Leave inplace out where the graph is retained."
+        )
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "A backward with create_graph=True through a cross-entropy with inplace=True was asked for, and a gradient "
+            "that lies where the logits were cannot be differentiated. Leave inplace out."
+        )
+    logits, *saved = ctx.saved_tensors
+    ctx.written = True
+    cross_entropy_backward_inplace(grad_loss, logits, *saved, *numbers, kernels)
+    return (logits.detach(), *unused)
+
+
+cross_entropy.register_autograd(_cross_entropy_grad, setup_context=_cross_entropy_setup)

@@ -1,4 +1,4 @@
-"""What both torch kernels do to one tile of logits.
+"""What the torch kernels do to one tile of logits.
 
 Letters: N rows, H hidden width, V vocabulary, C columns of a tile.
 """
@@ -89,6 +89,55 @@ def row_gradient(
         spread = coef_weight[:, None]
         grad -= spread if class_weight is None else spread * class_weight
     return grad
+
+
+def row_sums(
+    z: Tensor,  # (n, V)
+    class_weight: Tensor | None,
+    smoothing: bool,
+    want_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(maximum, sum of exp(z - maximum), weighted sum of z, sum of exp(z - maximum) * (z - maximum)) of each row."""
+    max_ = z.amax(1)
+    anchor = torch.where(max_ == -torch.inf, 0.0, max_)
+    sum_, moment = torch.zeros_like(max_), torch.zeros_like(max_)
+    weighted = torch.zeros_like(max_) if smoothing else None
+    for v0, v1 in spans(z.shape[1], COLUMNS):
+        if weighted is not None:
+            weighted += z[:, v0:v1].sum(1) if class_weight is None else z[:, v0:v1] @ class_weight[v0:v1].to(z.dtype)
+        low = z[:, v0:v1] - anchor[:, None]
+        if want_entropy:
+            share = low.exp()
+            moment += (share * torch.where(share > 0, low, 0.0)).sum(1)  # 0 * -inf is 0 here
+            del share
+        sum_ += low.exp_().sum(1)
+        del low
+    return max_, sum_, weighted, moment
+
+
+def to_gradient_(
+    z: Tensor,  # (n, V)
+    lse: Tensor,  # (n,)
+    labels: Tensor,  # (n,)
+    coefficients: tuple[Tensor, Tensor, Tensor],
+    class_weight: Tensor | None,
+    smoothing: bool,
+    scale: float,
+    softcap: float,
+    max_: Tensor | None = None,  # (n,)
+) -> None:
+    """Overwrite logits by their gradient, eq. (5) and (6), a few columns at a time.
+
+    With ``max_`` the probabilities are ``exp((z - max_) - lse)``: ``lse`` is then the log of the sum alone.
+    """
+    for v0, v1 in spans(z.shape[1], COLUMNS):
+        tile = z[:, v0:v1]
+        low = tile if max_ is None else tile - max_[:, None]
+        weight = None if class_weight is None else class_weight[v0:v1].to(z.dtype)
+        part = row_gradient(low, lse, labels - v0, *coefficients, weight, smoothing)
+        del low
+        tile.copy_(untransform_(part, tile, scale, softcap))
+        del part
 
 
 def spans(length: int, step: int) -> list[tuple[int, int]]:

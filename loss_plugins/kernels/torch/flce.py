@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._matmul import matmul
 from .._rows import accumulator, row_coefficients, row_terms
-from ._tiles import COLUMNS, operand, project, project_back, row_gradient, spans, transform_, untransform_
+from ._tiles import COLUMNS, operand, project, project_back, row_sums, spans, to_gradient_, transform_
 
 
 def flce_forward(
@@ -55,7 +55,7 @@ def flce_forward(
         # a function, so that everything a chunk allocates is gone before the next one begins
         h, y, ok = hidden[r0:r1].to(dtype), labels[r0:r1], valid[r0:r1]
         z = transform_(project(h, weight, dtype), None if bias is None else bias.to(acc), scale, softcap)
-        max_, sum_, weighted, moment = _sums(z, class_weight, label_smoothing > 0, want_entropy)
+        max_, sum_, weighted, moment = row_sums(z, class_weight, label_smoothing > 0, want_entropy)
         target = z.gather(1, torch.where(ok, y, 0)[:, None])[:, 0]
         loss[r0:r1], nll[r0:r1], lse[r0:r1] = row_terms(
             max_, sum_, target, weighted, y, ok, class_weight, label_smoothing, z_loss, vocab
@@ -70,7 +70,7 @@ def flce_forward(
             row_scale[r0:r1], lse[r0:r1], y, ok, class_weight, label_smoothing, z_loss, vocab
         )
         # an ignored row has no log-sum-exp: +inf makes its probabilities zero whatever its logits are
-        _to_gradient_(
+        to_gradient_(
             z,
             torch.where(ok, lse[r0:r1], torch.inf),
             y,
@@ -104,48 +104,3 @@ def flce_forward(
         entropy,
         predicted,
     )
-
-
-def _sums(
-    z: Tensor,  # (n, V)
-    class_weight: Tensor | None,
-    smoothing: bool,
-    want_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """(maximum, sum of exp(z - maximum), weighted sum of z, sum of exp(z - maximum) * (z - maximum)) of each row."""
-    max_ = z.amax(1)
-    anchor = torch.where(max_ == -torch.inf, 0.0, max_)
-    sum_, moment = torch.zeros_like(max_), torch.zeros_like(max_)
-    weighted = torch.zeros_like(max_) if smoothing else None
-    for v0, v1 in spans(z.shape[1], COLUMNS):
-        if weighted is not None:
-            weighted += z[:, v0:v1].sum(1) if class_weight is None else z[:, v0:v1] @ class_weight[v0:v1].to(z.dtype)
-        low = z[:, v0:v1] - anchor[:, None]
-        if want_entropy:
-            share = low.exp()
-            moment += (share * torch.where(share > 0, low, 0.0)).sum(1)  # 0 * -inf is 0 here
-            del share
-        sum_ += low.exp_().sum(1)
-        del low
-    return max_, sum_, weighted, moment
-
-
-def _to_gradient_(
-    z: Tensor,  # (n, V)
-    lse: Tensor,  # (n,)
-    labels: Tensor,  # (n,)
-    coefficients: tuple[Tensor, Tensor, Tensor],
-    class_weight: Tensor | None,
-    smoothing: bool,
-    scale: float,
-    softcap: float,
-) -> None:
-    """Overwrite logits by their gradient, eq. (5) and (6), a few columns at a time."""
-    for v0, v1 in spans(z.shape[1], COLUMNS):
-        tile = z[:, v0:v1]
-        part = row_gradient(
-            tile, lse, labels - v0, *coefficients, None if class_weight is None else class_weight[v0:v1].to(z.dtype),
-            smoothing,
-        )  # fmt: skip
-        tile.copy_(untransform_(part, tile, scale, softcap))
-        del part

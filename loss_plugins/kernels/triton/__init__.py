@@ -4,7 +4,14 @@ Entry functions have the torch backend's names and meanings; what is missing her
 """
 
 from .backward import linear_ce_backward
+from .cross_entropy import cross_entropy_backward, cross_entropy_forward
 from .flce import flce_forward
 from .linear_ce import linear_ce_forward
 
-__all__ = ["flce_forward", "linear_ce_backward", "linear_ce_forward"]
+__all__ = [
+    "cross_entropy_backward",
+    "cross_entropy_forward",
+    "flce_forward",
+    "linear_ce_backward",
+    "linear_ce_forward",
+]
