@@ -201,6 +201,8 @@ def flce_forward(
         )  # fmt: skip
     order, place, count = counted_first(labels, ignore_index)
     packed = hidden.index_select(0, order).to(dtype)
+    # the products read whole chunks, and 0 times the NaN of a row that does not count would be NaN
+    packed.masked_fill_((torch.arange(rows, device=hidden.device) >= count)[:, None], 0)
     step = min(chunk_rows // 128 * 128, triton.cdiv(rows, 128) * 128)
     blocks = blocks_for(step, dtype, True, kernel="exp", device=hidden.device)
     # whole tiles, so that every row of the chunk begins on 16 bytes and no store is cut
