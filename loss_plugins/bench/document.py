@@ -113,7 +113,7 @@ def note(rows: Sequence[Mapping[str, Any]], tflops: float | None) -> str:
     words = "; ".join(_MEANINGS[word] for word in (*row["inputs"].split(", "), row["mode"]))
     if not tflops:
         return words
-    product = 2 * row["rows"] * row["hidden"] * row["vocab"] / tflops / 1e9
+    product = 2 * row["labels"] * row["hidden"] * row["vocab"] / tflops / 1e9
     floors = ", ".join(f"{2 * times}NHV {product * times:.2f} ms" for times in (1, 2, 3, 4))
     return f"{words}. Products alone at {tflops:.0f} TFLOP/s: {floors}"
 
@@ -140,12 +140,21 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def remarks(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """What a table's cells do not say: why there is no time, and which promises do not hold."""
+def remarks(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What a table's cells do not say: why there is no time, which promises do not hold, and who does better."""
     for row in rows:
         for word, key in (("failed", "failed"), ("skipped", "skipped"), ("breaks its promise", "broken_promise")):
             if row[key]:
                 yield f"{row['name']} {word}: {row[key]}"
+    timed = [row for row in rows if row["ms"]]
+    for row in timed:
+        better = [peer for peer in timed if not peer["own"] and peer["peak_mib"] <= row["peak_mib"]]
+        fastest = min(better, key=lambda peer: peer["ms"], default=None)
+        if row["own"] and fastest is not None and fastest["ms"] < row["ms"]:
+            yield (
+                f"{fastest['name']} is faster than {row['name']} and takes no more memory: {fastest['ms']:.2f} ms "
+                f"for {row['ms']:.2f}, {fastest['peak_mib']:.0f} MiB for {row['peak_mib']:.0f}"
+            )
 
 
 def regrets(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ def _product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
         return torch.mm(left, right, out_dtype=wide)
     high = left.to(right.dtype)
     low = (left - high).to(right.dtype)
-    return torch.mm(high, right, out_dtype=wide) + torch.mm(low, right, out_dtype=wide)
+    return torch.mm(high, right, out_dtype=wide).add_(torch.mm(low, right, out_dtype=wide))
 
 
 @contextmanager

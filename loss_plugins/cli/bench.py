@@ -145,6 +145,8 @@ def _session(
 
 def _measure(session: Any, found: dict[str, Any], output: Sequence[str], quiet: bool) -> None:
     """Measure, show each table, and write what there is after each, so that an end that comes early loses nothing."""
+    import torch
+
     from ..bench import document
     from ..bench.measure import DeviceLostError, matmul_tflops
 
@@ -153,9 +155,10 @@ def _measure(session: Any, found: dict[str, Any], output: Sequence[str], quiet: 
         shortened(f"[{time.perf_counter() - begin:6.1f} s] {line}", 200), err=True
     )
     (run,) = found["runs"]
-    import torch
-
-    run["tflops"] = matmul_tflops(torch.device(session.device), session.dtype)
+    device = torch.device(session.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # events, and some packages' kernels, go to the current one
+    run["tflops"] = matmul_tflops(device, session.dtype)
     try:
         for rows in session.measure(say):
             run["results"] += rows

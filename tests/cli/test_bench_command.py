@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from loss_plugins.bench.contenders import all_names
-from loss_plugins.bench.document import COLUMNS, regrets
+from loss_plugins.bench.document import COLUMNS, regrets, remarks
 from loss_plugins.bench.inputs import SHAPES
 from loss_plugins.bench.peers import PEERS, Peer
 from loss_plugins.cli.main import app
@@ -113,6 +113,21 @@ def test_regret_is_against_the_best_of_our_strategies_with_its_defaults():
     assert regrets(rows[1:]) == [] and regrets([row("auto", None), row("cce", 1.0)]) == []
     two = regrets([*rows, row("auto", 3.0, rows=16), row("cce", 3.0, rows=16)])
     assert [e["regret_percent"] for e in two] == [pytest.approx(10), 0]
+
+
+def test_a_peer_that_is_better_at_both_is_named():
+    nothing = {"failed": None, "skipped": None, "broken_promise": None}
+    rows = [
+        row("cce", 10.0, peak_mib=100, **nothing),
+        row("flce", 8.0, peak_mib=300, **nothing),
+        row("lean", 9.0, own=False, peak_mib=100, **nothing),
+        row("large", 7.0, own=False, peak_mib=400, **nothing),
+        row("wrong", None, own=False, peak_mib=1, **nothing | {"failed": "wrong: loss off by 1"}),
+    ]
+    assert list(remarks(rows)) == [
+        "wrong failed: wrong: loss off by 1",
+        "lean is faster than cce and takes no more memory: 9.00 ms for 10.00, 100 MiB for 100",
+    ]
 
 
 @pytest.mark.parametrize(
