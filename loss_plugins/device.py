@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+GPUS = ("cuda", "rocm", "xpu")
+"""Kinds of device that Triton knows."""
+TRITON_CAPABILITY = (8, 0)
+"""The oldest CUDA GPU that Triton compiles for and its authors test."""
+TILE_BYTES = 64 << 10
+"""Shared memory that the tiles of kernels/triton/configs/default.json are made for."""
+
 
 @dataclass(frozen=True)
 class DeviceProfile:
@@ -19,6 +26,8 @@ class DeviceProfile:
         total_bytes: Memory of the device; 0 where it is not known.
         has_triton: A Triton that can be imported (not whether it can launch here; see `can_triton`).
         interpreted: Triton runs under its interpreter (``TRITON_INTERPRET=1``), as it does in tests on a CPU.
+        architecture: ROCm's name of it, such as ``gfx942``; empty elsewhere.
+        shared_bytes: Shared memory that one program may take; 0 where it is not known.
     """
 
     kind: str
@@ -27,6 +36,8 @@ class DeviceProfile:
     total_bytes: int = 0
     has_triton: bool = False
     interpreted: bool = False
+    architecture: str = ""
+    shared_bytes: int = 0
 
     @classmethod
     def probe(cls, device: torch.device | str) -> DeviceProfile:
@@ -41,7 +52,10 @@ class DeviceProfile:
                 kind="rocm" if rocm else "cuda",
                 name=properties.name,
                 capability=(0, 0) if rocm else (properties.major, properties.minor),
+                architecture=properties.gcnArchName.split(":")[0] if rocm else "",
                 total_bytes=properties.total_memory,
+                # CUDA lends more than the plain attribute says
+                shared_bytes=getattr(properties, f"shared_memory_per_block{'' if rocm else '_optin'}", 0),
                 has_triton=triton,
                 interpreted=interpreted,
             )
@@ -53,13 +67,28 @@ class DeviceProfile:
     @property
     def can_triton(self) -> bool:
         """Whether a Triton kernel can be launched on tensors of this device."""
+        return self.triton_obstacle is None
+
+    @property
+    def triton_obstacle(self) -> str | None:
+        """Why no Triton kernel can be launched on tensors of this device, or None."""
         if not self.has_triton:
-            return False
+            return "Triton is not installed"
         if self.interpreted:
-            return True
-        if self.kind == "cuda":
-            return self.capability >= (7, 0)
-        return self.kind in ("rocm", "xpu")
+            return None
+        if self.kind not in GPUS:
+            return f"Triton cannot launch on a {self.kind} device"
+        if self.kind == "cuda" and self.capability < TRITON_CAPABILITY:
+            (major, minor), (least, _) = self.capability, TRITON_CAPABILITY
+            return (
+                f"Triton needs compute capability {least}.0 (Ampere), and {self.name or 'this GPU'} has {major}.{minor}"
+            )
+        if 0 < self.shared_bytes < TILE_BYTES:
+            return (
+                f"the smallest tiles want {TILE_BYTES >> 10} KiB of shared memory, and {self.name or 'this device'} "
+                f"has {self.shared_bytes >> 10} for a program"
+            )
+        return None
 
 
 def _interpreting() -> bool:

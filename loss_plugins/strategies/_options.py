@@ -56,20 +56,41 @@ def no_triton(kernels: str, problem: Problem, profile: DeviceProfile) -> str | N
     """Why Triton kernels that were asked for cannot run, or None."""
     if kernels != "triton":
         return None
-    if not profile.has_triton:
-        return "kernels='triton' was asked for, but Triton is not installed"
-    if not profile.can_triton:
-        return f"kernels='triton' was asked for, but Triton cannot launch on a {profile.kind} device"
+    if profile.triton_obstacle:
+        return f"kernels='triton' was asked for, but {profile.triton_obstacle}"
     if problem.dtype == torch.float64:
         return "kernels='triton' was asked for, but the Triton kernels have no float64"
     return None
 
 
 def backend_for(kernels: str, profile: DeviceProfile, dtype: torch.dtype | None = None) -> str:
-    """The folder of kernels that computes: what was asked for, or Triton wherever it can launch for real."""
-    if kernels != "auto":
-        return kernels
-    return "triton" if profile.can_triton and not profile.interpreted and dtype != torch.float64 else "torch"
+    """The folder of kernels that computes: what was asked for, or Triton wherever it can launch for real.
+
+    Raises:
+        ConfigError: Triton computes, and the user's file of tiles cannot be read.
+    """
+    can = profile.can_triton and not profile.interpreted and dtype != torch.float64
+    chosen = kernels if kernels != "auto" else "triton" if can else "torch"
+    if chosen == "triton" and profile.can_triton:
+        kind = "interpreter" if profile.interpreted else profile.kind
+        wrong = _tiles_problem(kind, profile.name, profile.capability, profile.architecture)
+        if wrong is not None:
+            raise ConfigError(wrong)
+    return chosen
+
+
+@torch.compiler.assume_constant_result
+def _tiles_problem(kind: str, name: str, capability: tuple[int, int], architecture: str) -> str | None:
+    """What is wrong with the user's own files of tiles, or None."""
+    try:
+        from ..kernels.triton import tuning
+
+        tuning.user_tables(tuning.device_keys(kind, name, architecture or tuning.sm(capability)))
+    except ImportError:  # only a profile said that Triton is here
+        return None
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def workspace_bytes(

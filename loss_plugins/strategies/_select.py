@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..device import DeviceProfile, free_bytes
+from ..device import GPUS, DeviceProfile, free_bytes
 from ..errors import ConfigError, UnsupportedError
 from ..registry import Registry
 from ._base import Problem, Strategy
@@ -40,6 +40,9 @@ class Plan:
 
     def describe(self, profile: DeviceProfile) -> str:
         words = f"{self.strategy.name} ({self.strategy.kernels(profile, self.options)} kernels): {self.reason}"
+        # on a CPU nobody expects them
+        if profile.kind in GPUS and profile.triton_obstacle and hasattr(self.options, "kernels"):
+            words += f"; no Triton kernels: {profile.triton_obstacle}"
         for name, why in self.passed_over:
             words += f"; not {name}: {why}"
         return words

@@ -118,6 +118,15 @@ def test_triton_asked_for_where_it_cannot_launch(monkeypatch):
     for profile, why in (
         (DeviceProfile("cpu", has_triton=True), "Triton cannot launch on a cpu device"),
         (DeviceProfile("cuda", capability=(9, 0)), "Triton is not installed"),
+        (
+            DeviceProfile("cuda", "Tesla T4", (7, 5), has_triton=True),
+            r"Triton needs compute capability 8.0 \(Ampere\), and Tesla T4 has 7.5",
+        ),
+        (
+            DeviceProfile("rocm", "a small one", shared_bytes=32 << 10, has_triton=True),
+            "the smallest tiles want 64 KiB of shared memory, and a small one has 32 for a program",
+        ),
+        (DeviceProfile("npu", "Ascend 910B", has_triton=True), "Triton cannot launch on a npu device"),
     ):
         with pytest.raises(UnsupportedError, match=why):
             select("cce", {"kernels": "triton"}, Problem(6, 8, 17), profile)

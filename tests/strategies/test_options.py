@@ -63,6 +63,21 @@ def test_auto_says_once_what_it_took_and_why(caplog, monkeypatch):
     assert chosen_by_auto() == ("cce",)
 
 
+T4 = DeviceProfile("cuda", "Tesla T4", (7, 5), 15 << 30, shared_bytes=64 << 10, has_triton=True)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "flce", "cce"])
+def test_a_gpu_that_triton_cannot_use_takes_torch_and_says_why(strategy):
+    plan = select(strategy, None, problem(), T4, 100 * GIB)
+    why = "no Triton kernels: Triton needs compute capability 8.0 (Ampere), and Tesla T4 has 7.5"
+    assert plan.strategy.kernels(T4, plan.options) == "torch"
+    assert why in plan.describe(T4)
+    assert plan.strategy.kernels(H200, plan.options) == "triton" and "no Triton" not in plan.describe(H200)
+    # nobody expects them on a CPU, nor of a strategy that has none
+    assert "no Triton" not in plan.describe(CPU)
+    assert "no Triton" not in select("chunked", None, problem(), T4).describe(T4)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_exact_without_a_filter(preset):
     torch.manual_seed(0)

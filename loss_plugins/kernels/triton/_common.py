@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tuning import Blocks, blocks_of, device_keys
+from .tuning import Blocks, blocks_of, device_keys, sm
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -94,7 +94,7 @@ def _keys(device: torch.device) -> tuple[str, ...]:
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:
             return device_keys("rocm", properties.name, properties.gcnArchName.split(":")[0])
-        return device_keys("cuda", properties.name, f"sm{properties.major}{properties.minor}")
+        return device_keys("cuda", properties.name, sm((properties.major, properties.minor)))
     if device.type == "xpu":
         return device_keys("xpu", torch.xpu.get_device_properties(device).name, "")
     return device_keys(device.type, "", "")

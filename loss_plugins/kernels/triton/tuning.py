@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 SHIPPED = Path(__file__).parent / "configs"
-VARIABLE = "LOSS_PLUGINS_TUNED"
 
 # kernel -> whether it has no other way than bulk copies
 KERNELS = {"linear_ce": False, "dz": False, "exp": True, "product_add": True, "product_store": True}
@@ -79,6 +78,12 @@ class Table:
         return self.kernels.get(kernel, ()) + self.kernels.get("any", ())
 
 
+def sm(capability: tuple[int, int]) -> str:
+    """CUDA's name of an architecture; empty for (0, 0)."""
+    return f"sm{capability[0]}{capability[1]}" if any(capability) else ""
+
+
+@functools.cache
 def device_keys(kind: str, name: str, architecture: str) -> tuple[str, ...]:
     """The names under which a device is looked for, the nearest first.
 
@@ -104,7 +109,11 @@ def blocks_of(keys: tuple[str, ...], kernel: str, rows: int, itemsize: int, bulk
         ValueError: a file of the user's that cannot be read so.
     """
     assert kernel in KERNELS, kernel
-    for entry in (*_trials.get(kernel, ()), *_entries(keys, kernel)):
+    trial = _trials.get(kernel)
+    if trial is not None and trial.entry.covers(rows, itemsize, bulk):
+        trial.taken += 1
+        return trial.entry.blocks
+    for entry in _entries(keys, kernel):
         if entry.covers(rows, itemsize, bulk):
             return entry.blocks
     raise ValueError(f"no tile for kernel {kernel!r} of {itemsize}-byte operands, {rows} rows, on {keys[0]}")
@@ -125,45 +134,67 @@ def shipped_table(device: str) -> Table | None:
     return read_table(path) if path.is_file() else None
 
 
-def user_tables(keys: tuple[str, ...] = ()) -> list[Table]:
-    """The user's files. One file that was named must be for the device of ``keys``, where these are given."""
-    named = os.environ.get(VARIABLE)
+def user_tables(keys: tuple[str, ...]) -> tuple[Table, ...]:
+    """The user's files. One file that was named must be for the device of ``keys``."""
+    return _user_tables(os.environ.get("LOSS_PLUGINS_TUNED"), keys)
+
+
+@functools.cache
+def _user_tables(named: str | None, keys: tuple[str, ...]) -> tuple[Table, ...]:
     place = Path(named).expanduser() if named else user_folder()
-    if place.is_dir():
-        return [read_table(path) for path in sorted(place.glob("*.json"))]
+    if os.path.isdir(place):  # false where a home may not be looked into; Path.is_dir would raise
+        return _once_each([(path, read_table(path)) for path in sorted(place.glob("*.json"))])
     if not named:
-        return []
-    if not place.is_file():
-        raise ValueError(f"{VARIABLE}={named!r} is neither a file nor a folder. Correct it, or unset it.")
+        return ()
+    if not os.path.isfile(place):
+        raise ValueError(f"LOSS_PLUGINS_TUNED={named!r} is neither a file nor a folder. Correct it, or unset it.")
     table = read_table(place)
-    if keys and table.device not in keys:
+    if table.device not in keys:
         raise ValueError(
-            f"{VARIABLE}={named!r} is for device {table.device!r}, but this one is {keys[0]!r}. Name a folder with a "
-            f"file for each device, or write one of {', '.join(keys)} into the file."
+            f"LOSS_PLUGINS_TUNED={named!r} is for device {table.device!r}, but this one is {keys[0]!r}. Name a folder "
+            f"with a file for each device, or write one of {', '.join(keys)} into the file."
         )
-    return [table]
+    return (table,)
+
+
+def _once_each(read: list[tuple[Path, Table]]) -> tuple[Table, ...]:
+    first: dict[str, Path] = {}
+    for path, table in read:
+        if table.device in first:
+            raise ValueError(f"{first[table.device]} and {path} are both for device {table.device!r}. Remove one.")
+        first[table.device] = path
+    return tuple(table for _, table in read)
 
 
 def user_folder() -> Path:
     """Where tuned files are found without being named."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loss_plugins" / "tuned"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "loss_plugins" / "tuned"
 
 
 def forget_tables() -> None:
     """Read the files anew at the next launch."""
     _entries.cache_clear()
+    _user_tables.cache_clear()
     shipped_table.cache_clear()
 
 
-_trials: dict[str, tuple[Entry, ...]] = {}
+@dataclass
+class Trial:
+    """A tile that is taken before those of all files, and how often it was."""
+
+    entry: Entry
+    taken: int = 0
+
+
+_trials: dict[str, Trial] = {}
 
 
 @contextmanager
-def trying(kernel: str, entry: Entry) -> Iterator[None]:
-    """Take this tile before all files: for measuring."""
-    _trials[kernel] = (entry,)
+def trying(kernel: str, entry: Entry) -> Iterator[Trial]:
+    """Take this tile wherever it covers a launch: for measuring."""
+    _trials[kernel] = Trial(entry)
     try:
-        yield
+        yield _trials[kernel]
     finally:
         del _trials[kernel]
 
