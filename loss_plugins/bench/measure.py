@@ -29,6 +29,7 @@ MODES = {"both": (True, True), "frozen head": (True, False), "forward only": (Fa
 WRONG = 0.1
 """Relative gradient error from which a result is called wrong; a filter's is below 0.04, rounding's below 0.03."""
 WRONG_LOSS = 1e-2
+"""Relative error from which a loss is wrong; or four roundings, where a package hands back a half type's loss."""
 MARGIN = 1.1
 """Times the naive way's error that still counts as no worse."""
 HEAD_START = 4_000_000
@@ -222,7 +223,8 @@ def _examine(row: Row, step: Step, expected: Truth, device: torch.device, warm: 
     missing = step.hidden.requires_grad != (row.error_hidden is not None)
     missing |= step.weight.requires_grad != (row.error_weight is not None)
     errors = [e for e in (row.error_hidden, row.error_weight) if e is not None]
-    right_loss = abs(row.loss_difference) <= WRONG_LOSS * max(1.0, abs(expected.loss))
+    bound = max(WRONG_LOSS, 4 * torch.finfo(loss.dtype).eps)
+    right_loss = abs(row.loss_difference) <= bound * max(1.0, abs(expected.loss))
     if missing or not right_loss or not all(e <= WRONG for e in errors):  # a comparison with NaN is false
         off = ", ".join(f"{e:.1e}" for e in errors)
         row.failed = f"wrong: loss off by {row.loss_difference:.1e}" + (f", gradients by {off}" if off else "")

@@ -52,7 +52,7 @@ def draw_bars(rows: Sequence[Row], title: str, path: Path) -> Path:
         memory.barh(names, [max(row["peak_mib"], 0.1) for row in rows], color=colours)
         _decades(memory, [max(row["peak_mib"], 0.1) for row in rows])
         memory.set_xlabel("extra peak memory, MiB (log)")
-        for key, marker, word in (("error_hidden", "o", "dX"), ("error_weight", "D", "dW")):
+        for key, marker, word in (("error_hidden", "o", "dX"), ("error_weight", "x", "dW")):
             known = [(row[key], name) for row, name in zip(rows, names, strict=True) if row[key]]
             if known:
                 error.plot(*zip(*known, strict=True), marker, color="#333333", markersize=5, label=word)
@@ -69,20 +69,20 @@ def draw_trade(rows: Sequence[Row], title: str, path: Path) -> Path:
 
     with _figure(8.0, 4.6, path) as figure:
         axes = figure.subplots()
-        for row in rows:
-            x, y = max(row["peak_mib"], 0.1) / 1024, row["ms"]
-            axes.scatter(x, y, s=60 if row["own"] else 40, color=_colour(row), zorder=3)
-            weight = "bold" if row["own"] else "normal"
+        points = [(max(row["peak_mib"], 0.1) / 1024, row["ms"]) for row in rows]
+        top = 1.05 * max(y for _, y in points)
+        for row, point, height in zip(rows, points, _heights(points, 0.035 * top), strict=True):
+            axes.scatter(*point, s=60 if row["own"] else 40, color=_colour(row), zorder=3)
             axes.annotate(
-                _name(row), (x, y), xytext=(6, 3), textcoords="offset points", fontsize=8, color=_colour(row),
-                fontweight=weight,
+                _name(row), (point[0], height), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8,
+                color=_colour(row) if row["own"] else "#666666", fontweight="bold" if row["own"] else "normal",
             )  # fmt: skip
         axes.set_xscale("log")
         left, right = axes.get_xlim()
         axes.set_xlim(left / 1.3, right * 2.5)  # the names are written to the right
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
+        axes.set_ylim(0, top)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("extra peak memory with the gradients, GiB (log)")
         axes.set_ylabel("ms")
@@ -110,6 +110,19 @@ def draw_regret(found: Sequence[Row], title: str, path: Path) -> Path:
         axes.set_ylabel("tokens")
         axes.set_title(title, fontsize=10)
     return path
+
+
+def _heights(points: Sequence[tuple[float, float]], gap: float) -> list[float]:
+    """Where the names of points are written: beside them, or as much higher as lower neighbours' names need."""
+    heights = [y for _, y in points]
+    done: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: points[i][1]):
+        for j in done:
+            near = max(points[i][0], points[j][0]) < 4 * min(points[i][0], points[j][0])
+            if near and heights[i] < heights[j] + gap:
+                heights[i] = heights[j] + gap
+        done.append(i)
+    return heights
 
 
 def _decades(axis: Any, values: Sequence[float]) -> None:

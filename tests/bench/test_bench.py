@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loss_plugins.bench import measure
+from loss_plugins.bench import measure, plots
 from loss_plugins.bench import truth as truths
 from loss_plugins.bench.contenders import Contender, own
 from loss_plugins.bench.inputs import SHAPES, Shape, Trained, each_kind, flat, half_masked, lifted
@@ -138,6 +138,19 @@ def test_a_wrong_result_gets_no_time():
     assert rows["flce"].error_weight < 1e-5
 
 
+def test_a_loss_in_a_half_type_may_be_rounded():
+    def scaled(by, dtype):
+        def loss(hidden, weight, labels):
+            value = linear_cross_entropy(hidden, weight, labels, strategy="naive")
+            return (value + by * value.detach()).to(dtype)
+
+        return Contender("scaled", loss)
+
+    inputs = flat(TINY, torch.bfloat16, "cpu")
+    for by, dtype, wrong in ((0.02, torch.bfloat16, False), (0.02, torch.float32, True), (0.05, torch.bfloat16, True)):
+        assert (measured({"scaled": scaled(by, dtype)}, inputs)["scaled"].failed is not None) == wrong
+
+
 def test_a_wrong_loss_without_gradients_is_wrong():
     rows = measured(contenders("naive", doubled=doubled), flat(TINY, torch.float32, "cpu"), "forward only")
     assert rows["doubled"].failed.startswith("wrong: loss off by") and rows["naive"].failed is None
@@ -256,3 +269,47 @@ def test_sessions_refuse_unknown_words():
     ):
         with pytest.raises(ConfigError, match=message):
             Session([TINY], {}, torch.float32, "cpu", **words)
+
+
+def test_names_in_a_figure_do_not_lie_on_each_other():
+    heights = plots._heights([(1.0, 10.0), (1.1, 10.0), (100.0, 10.0), (1.0, 10.5), (1.0, 20.0)], gap=1.0)
+    assert heights == [10.0, 11.0, 10.0, 12.0, 20.0]
+
+
+class FakeEvent:
+    def __init__(self, enable_timing):
+        assert enable_timing
+        self.at = None
+
+    def record(self):
+        self.at = FakeEvent.clock
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def test_a_step_that_the_allocator_disturbed_is_timed_again(monkeypatch):
+    calls, order = iter([0, 3, 3, 3]), []
+
+    class Step:
+        def __call__(self):
+            order.append("step")
+            FakeEvent.clock += 5.0
+
+    FakeEvent.clock = 0.0
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_device_alloc": next(calls)})
+    ms, host = measure._undisturbed(Step(), torch.device("cuda"))
+    assert ms == 5.0 and host >= 0 and order == ["sleep", "step", "wait"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", list(measure.MODES))
+def test_a_table_on_a_gpu(mode):
+    inputs = flat(Shape(512, 128, 4096), torch.bfloat16, "cuda")
+    rows = measured(contenders("naive", "flce", "cce", "chunked", "auto"), inputs, mode)
+    assert all(row.failed is None and row.ms > 0 and row.peak_mib >= row.gradients_mib for row in rows.values())
+    assert mode == "forward only" or rows["naive"].times_naive == pytest.approx(1, rel=0.2)
+    assert measure.matmul_tflops(torch.device("cuda"), torch.bfloat16, 1024) > 0
