@@ -1,80 +1,159 @@
-"""Compile every Triton kernel for GPUs that need not be here; run by test_compiles.py without the interpreter.
+"""Compile every Triton kernel, with every tile that it may take, for a GPU that need not be here; run by
+test_compiles.py without the interpreter.
 
-Prints a line a kernel: target, name, flags, bytes of shared memory.
+The losses are computed on the CPU with kernels that are compiled for the target and then not launched, so what is
+compiled is what a launch there would compile: its types, alignments, tiles, warps and stages. The numbers are noise.
+Prints a line a kernel: target, name, tile, flags, bytes of shared memory.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
-from loss_plugins.kernels.triton import backward, flce, linear_ce, product
+from loss_plugins import linear_cross_entropy_stats
+from loss_plugins.device import DeviceProfile
+from loss_plugins.kernels.ops import backend
+from loss_plugins.kernels.triton import _common
+from loss_plugins.kernels.triton.tuning import device_keys
+
+KIB = 1024
+
+
+class Target(NamedTuple):
+    compiler: GPUTarget
+    profile: DeviceProfile
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        architecture = self.profile.architecture or "sm{}{}".format(*self.profile.capability)
+        return device_keys(self.profile.kind, "", architecture)
+
+
+def nvidia(major: int, minor: int, shared: int) -> Target:
+    profile = DeviceProfile("cuda", "", (major, minor), has_triton=True, shared_bytes=shared)
+    return Target(GPUTarget("cuda", 10 * major + minor, 32), profile)
+
+
+def amd(name: str) -> Target:
+    profile = DeviceProfile("rocm", "", has_triton=True, architecture=name, shared_bytes=64 * KIB)
+    return Target(GPUTarget("hip", name, 64), profile)
+
 
 TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), False),
-    "sm_90": (GPUTarget("cuda", 90, 32), False),
-    "sm_90 bulk copies": (GPUTarget("cuda", 90, 32), True),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), False),
+    "sm_80": nvidia(8, 0, 163 * KIB),
+    "sm_86": nvidia(8, 6, 99 * KIB),
+    "sm_89": nvidia(8, 9, 99 * KIB),
+    "sm_90": nvidia(9, 0, 227 * KIB),
+    "sm_100": nvidia(10, 0, 227 * KIB),
+    "sm_120": nvidia(12, 0, 99 * KIB),
+    "gfx90a": amd("gfx90a"),
+    "gfx942": amd("gfx942"),
 }
-SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "sm_90 bulk copies": 227 * 1024, "gfx942": 64 * 1024}
-FLAGS = [name for name in linear_ce._linear_ce_kernel.arg_names if name.startswith(("HAS_", "WANT_"))]
-POINTERS = {
-    "bias": "*bf16", "labels": "*i64", "class_weight": "*fp32", "count": "*i64", "parts": "*fp32", "best": "*i32",
-    "best_value": "*fp32", "lse": "*fp32", "coef_p": "*fp32", "coef_label": "*fp32", "coef_weight": "*fp32",
-    "out_bias": "*fp32", "offset": "*fp32", "tile_offset": "*fp32", "out_best": "*i32", "factor": "*fp32",
-    "scale": "fp32", "softcap": "fp32", "limit": "fp32",
+TENSOR_MEMORY = 512  # columns, Blackwell's
+
+WIDTH, VOCAB = 512, 1000  # deep enough that every stage is in use
+EVERYTHING = {
+    "softcap": 30.0, "logit_scale": 0.5, "z_loss": 1e-3, "fields": ("entropy", "predicted", "lse"), "bias": True,
+    "class_weight": True,
 }  # fmt: skip
+SMOOTH = {**EVERYTHING, "label_smoothing": 0.1}
+# rows, type, strategy, its options, the loss's options, width
+LOSSES: list[tuple[int, torch.dtype, str, dict[str, Any], dict[str, Any], int]] = [
+    *((rows, torch.bfloat16, "cce", {"filter": "off"}, SMOOTH, WIDTH) for rows in (16, 32, 64, 128, 300)),
+    *((rows, torch.float32, "cce", {"filter": "off"}, SMOOTH, WIDTH) for rows in (16, 32, 300)),
+    (300, torch.bfloat16, "cce", {"filter": "off"}, {}, WIDTH),
+    (300, torch.bfloat16, "cce", {"filter": "off"}, SMOOTH, WIDTH - 4),  # rows that no bulk copy reads
+    (300, torch.float16, "cce", {"filter": "off"}, {}, WIDTH),
+    (300, torch.bfloat16, "cce", {"filter": 2**-12}, {}, WIDTH),
+    (300, torch.bfloat16, "cce", {"filter": 2**-12}, EVERYTHING, WIDTH),
+    (300, torch.bfloat16, "flce", {"workspace_mb": 1}, EVERYTHING, WIDTH),
+    (300, torch.bfloat16, "flce", {}, {}, WIDTH),
+]
 
 
-def compile_for(target: str, kernel: Any, constants: dict[str, Any], **types: str) -> None:
-    names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, POINTERS.get(name, "i32")) for name in names
-    }
-    source = ASTSource(kernel, signature, constexprs={(names.index(name),): v for name, v in constants.items()})
-    built = triton.compile(source, target=TARGETS[target][0], options={"num_warps": 8, "num_stages": 3})
-    on = [name for name, value in constants.items() if value is True]
-    print(f"{target}: {kernel.__name__} {' '.join(on)} shared {built.metadata.shared}")
-    assert built.metadata.shared <= SHARED[target], (
-        f"{kernel.__name__} takes {built.metadata.shared} bytes of shared memory"
+def pretend(name: str) -> None:
+    """Make Triton and the kernels' host code believe that the CPU's tensors lie on this GPU."""
+    target = TARGETS[name]
+    backend("triton")
+    assert not _common.INTERPRETED
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target.compiler,
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
     )
+    DeviceProfile.probe = classmethod(lambda cls, device: target.profile)
+    _common._keys = lambda device: target.keys
+    replace("processors", lambda device: 128)
+    replace("has_bulk_copies", lambda device: has_bulk(target))
+    seen: set[int] = set()
+    run = triton.JITFunction.run
+
+    def compiled_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        if id(kernel) not in seen:
+            seen.add(id(kernel))
+            check(name, target, self, kernel, options)
+        return kernel
+
+    triton.JITFunction.run = compiled_only
 
 
-def main(target: str) -> None:
-    bulk = TARGETS[target][1]
+def has_bulk(target: Target) -> bool:
+    return target.profile.kind == "cuda" and target.profile.capability >= (9, 0)
 
-    def matrix(rows: int, columns: int, kind: str = "bf16") -> str:
-        return f"tensordesc<{kind}[{rows}, {columns}]>" if bulk else f"*{kind}"
 
-    for everything in (False, True):
-        flags = dict.fromkeys([*FLAGS, "NEED_BIAS"], everything)
-        shared = {"H": 2304, "BLOCK_H": 64, "DTYPE": tl.bfloat16, "PRECISION": "ieee", "TMA": bulk, **flags}
-        n, v = (256, 128) if bulk else (128, 128)
-        compile_for(
-            target, linear_ce._linear_ce_kernel, {**shared, "BLOCK_N": n, "BLOCK_V": v}, hidden=matrix(n, 64),
-            weight=matrix(v, 64),
-        )  # fmt: skip
-        compile_for(target, linear_ce._merge_kernel, {**shared, "BLOCK_N": n}, out="*fp32")
-        n, v = (128, 256) if bulk else (128, 128)
-        tiles = {"hidden": matrix(n, 64), "weight": matrix(v, 64), "out": matrix(n, v)}
-        compile_for(target, backward._dz_kernel, {**shared, "BLOCK_N": n, "BLOCK_V": v}, **tiles)
-        if bulk:
-            compile_for(target, flce._exp_kernel, {**shared, "BLOCK_N": n, "BLOCK_V": v}, **tiles)
-            compile_for(target, flce._rescale_kernel, {"BLOCK_N": n, "BLOCK_V": v}, out="*bf16")
-    for transposed in (False, True) if bulk else ():
-        for add in (False, True):
-            compile_for(
-                target, product._product_kernel,
-                {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "DTYPE": tl.bfloat16, "TRANSPOSED": transposed, "ADD": add},
-                left=matrix(64, 128) if transposed else matrix(128, 64), right=matrix(64, 256),
-                out=matrix(128, 128, "fp32") if add else matrix(128, 256),
-            )  # fmt: skip
+def replace(function: str, by: Any) -> None:
+    """Replace a function of `_common` wherever it was imported."""
+    for key, module in list(sys.modules.items()):
+        if key.startswith("loss_plugins.kernels.triton.") and hasattr(module, function):
+            setattr(module, function, by)
+
+
+def check(name: str, target: Target, function: Any, kernel: Any, options: dict[str, Any]) -> None:
+    """Print what a kernel takes, and refuse what its target has not."""
+    tile = "x".join(str(value) for key, value in options.items() if re.fullmatch(r"BLOCK_[NVHMK]", key))
+    on = " ".join(key for key, value in options.items() if value is True)
+    what = f"{name}: {function.__name__} {tile} {on}"
+    metadata = kernel.metadata
+    print(f"{what} shared {metadata.shared}", flush=True)
+    most = target.profile.shared_bytes
+    assert metadata.shared <= most, f"{what} takes {metadata.shared} of {most} bytes of shared memory"
+    columns = getattr(metadata, "tmem_size", None) or 0
+    assert columns <= TENSOR_MEMORY, f"{what} takes {columns} columns of tensor memory"
+
+
+def main(name: str) -> None:
+    pretend(name)
+    for loss in LOSSES:
+        compute(*loss)
+    if has_bulk(TARGETS[name]):  # a Triton before 3.4 makes none
+        replace("has_bulk_copies", lambda device: False)
+        compute(300, torch.bfloat16, "cce", {"filter": "off"}, SMOOTH, WIDTH)
+
+
+def compute(
+    rows: int, dtype: torch.dtype, strategy: str, choice: dict[str, Any], given: dict[str, Any], width: int
+) -> None:
+    options = dict(given)
+    hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(VOCAB, width).to(dtype)
+    if "bias" in options:
+        options["bias"] = torch.randn(VOCAB).to(dtype).requires_grad_()
+        options["class_weight"] = torch.rand(VOCAB)
+    out = linear_cross_entropy_stats(
+        hidden.requires_grad_(), weight.requires_grad_(), torch.arange(rows), strategy=strategy,
+        options={"kernels": "triton", **choice}, **options,
+    )  # fmt: skip
+    out.loss.backward()
 
 
 if __name__ == "__main__":
