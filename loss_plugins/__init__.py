@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from .integrations.hf.callback import LossPluginCallback
     from .integrations.hf.trainer import LossPluginTrainer
     from .models.patch import PatchHandle, find_handle, patch_model
-    from .strategies import LossOutput, linear_cross_entropy, linear_cross_entropy_stats, linear_log_probs
+    from .strategies import (
+        LossOutput,
+        cross_entropy,
+        cross_entropy_stats,
+        linear_cross_entropy,
+        linear_cross_entropy_stats,
+        linear_log_probs,
+    )
 
 __version__ = "0.1.0"
 
@@ -24,6 +31,8 @@ _HOMES = {
     "LossPluginCallback": "integrations.hf.callback",
     "LossPluginTrainer": "integrations.hf.trainer",
     "PatchHandle": "models.patch",
+    "cross_entropy": "strategies",
+    "cross_entropy_stats": "strategies",
     "find_handle": "models.patch",
     "linear_cross_entropy": "strategies",
     "linear_cross_entropy_stats": "strategies",
@@ -33,7 +42,8 @@ _HOMES = {
 
 __all__ = [
     "LossConfig", "LossOutput", "LossPluginArguments", "LossPluginCallback", "LossPluginTrainer", "PatchHandle",
-    "find_handle", "linear_cross_entropy", "linear_cross_entropy_stats", "linear_log_probs", "patch_model",
+    "cross_entropy", "cross_entropy_stats", "find_handle", "linear_cross_entropy", "linear_cross_entropy_stats",
+    "linear_log_probs", "patch_model",
 ]  # fmt: skip
 
 

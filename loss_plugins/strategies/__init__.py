@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._api import linear_cross_entropy, linear_cross_entropy_stats, linear_log_probs, projected_cross_entropy_stats
     from ._base import FIELDS, LossOutput, Problem, RowLoss, Rows, Strategy
+    from ._given import cross_entropy, cross_entropy_stats
     from ._select import STRATEGIES, Plan, chosen_by_auto, forget_choices, select, select_on
 
 _HOMES = {
@@ -17,6 +18,8 @@ _HOMES = {
     "linear_cross_entropy_stats": "_api",
     "linear_log_probs": "_api",
     "projected_cross_entropy_stats": "_api",
+    "cross_entropy": "_given",
+    "cross_entropy_stats": "_given",
     "FIELDS": "_base",
     "LossOutput": "_base",
     "Problem": "_base",
@@ -33,8 +36,8 @@ _HOMES = {
 
 __all__ = [
     "FIELDS", "STRATEGIES", "LossOutput", "Plan", "Problem", "RowLoss", "Rows", "Strategy", "chosen_by_auto",
-    "forget_choices", "linear_cross_entropy", "linear_cross_entropy_stats", "linear_log_probs",
-    "projected_cross_entropy_stats", "select", "select_on",
+    "cross_entropy", "cross_entropy_stats", "forget_choices", "linear_cross_entropy", "linear_cross_entropy_stats",
+    "linear_log_probs", "projected_cross_entropy_stats", "select", "select_on",
 ]  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def linear_cross_entropy_stats(
         num_items_in_batch=num_items_in_batch, logit_scale=logit_scale, softcap=softcap,
         label_smoothing=label_smoothing, z_loss=z_loss, class_weight=class_weight, token_weight=token_weight,
     )  # fmt: skip
-    return _compute(checked, check_fields(fields), strategy, options, None)
+    return compute(checked, check_fields(fields), _by_strategy(strategy, options))
 
 
 def linear_log_probs(
@@ -173,21 +173,35 @@ def projected_cross_entropy_stats(
         num_items_in_batch=num_items_in_batch, logit_scale=None, softcap=None, label_smoothing=label_smoothing,
         z_loss=z_loss, class_weight=class_weight, token_weight=token_weight,
     )  # fmt: skip
-    return _compute(checked, check_fields(fields), strategy, options, project)
+    return compute(checked, check_fields(fields), _by_strategy(strategy, options), project)
 
 
-def _compute(
+def _by_strategy(strategy: str, options: Mapping[str, Any] | None) -> Callable[[Rows], RowLoss]:
+    def run(rows: Rows) -> RowLoss:
+        plan = select_on(strategy, options, rows.problem(), rows.hidden.device)
+        if rows.hidden.shape[0] == 0:
+            return no_rows(rows)
+        return plan.strategy(rows, plan.options, profile_of(rows.hidden.device))
+
+    return run
+
+
+def compute(
     given: Checked,
     fields: frozenset[str],
-    strategy: str,
-    options: Mapping[str, Any] | None,
-    project: Callable[[Tensor], Tensor] | None,
+    run: Callable[[Rows], RowLoss],
+    project: Callable[[Tensor], Tensor] | None = None,
+    flat: bool = True,
 ) -> LossOutput:
-    """One loss. Everything that all strategies share happens here, once."""
+    """One loss, by ``run``. Everything that all ways share happens here, once.
+
+    Without ``flat`` the hidden states keep their shape and their ignored rows: where they are logits, either would copy
+    them all.
+    """
     shape, labels, hidden, weight = given.labels.shape, given.labels, given.hidden, given.weight
     acc = accumulator(given.dtype)
     labels = labels.reshape(-1)
-    hidden = hidden.reshape(-1, hidden.shape[-1])
+    hidden = hidden.reshape(-1, hidden.shape[-1]) if flat else hidden
     valid = labels != given.ignore_index
     poison = None
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
@@ -210,7 +224,7 @@ def _compute(
         row_scale = each
 
     kept = None
-    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
+    if flat and hidden.device.type == "cpu" and not torch.compiler.is_compiling():
         kept = valid.nonzero()[:, 0]
         if kept.numel() == labels.numel():
             kept = None
@@ -223,8 +237,7 @@ def _compute(
         label_smoothing=given.label_smoothing, z_loss=given.z_loss, class_weight=given.class_weight,
         reduce=given.reduction != "none", fields=fields | ({"lse"} if given.z_loss else set()), project=project,
     )  # fmt: skip
-    plan = select_on(strategy, options, rows.problem(), hidden.device)
-    result = _no_rows(rows) if hidden.shape[0] == 0 else plan.strategy(rows, plan.options, profile_of(hidden.device))
+    result = run(rows)
 
     loss = result.loss
     if given.reduction == "none":
@@ -281,7 +294,7 @@ def _scatter(values: Tensor, kept: Tensor | None, shape: torch.Size, fill: float
     return whole.index_put((kept,), values).reshape(shape)
 
 
-def _no_rows(rows: Rows) -> RowLoss:
+def no_rows(rows: Rows) -> RowLoss:
     """The loss of no token: 0, tied to the graph so that every parameter gets a zero gradient and not None."""
     acc = rows.accumulator
     if rows.project is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ConfigError, unknown_name
@@ -69,20 +70,25 @@ def check_arguments(
     z_loss: float,
     class_weight: Tensor | None,
     token_weight: Tensor | None,
+    subject: str = "hidden",
 ) -> Checked:
-    """All checks that need no strategy.
+    """All checks that need no strategy. ``subject`` is what users call ``hidden``: of ``logits`` none are left out by a
+    shift, since their gradient would be copied to a larger one; the labels of the last ones are ignored instead.
 
     Raises:
         ConfigError: see the sentence.
     """
+    if subject == "logits":
+        _check_logits(hidden)
+        vocab = hidden.shape[-1]
     _check_head(hidden, weight)
     if vocab is None:
         assert weight is not None
         vocab = weight.shape[0]
-    _check_labels(hidden, labels, token_weight)
+    _check_labels(hidden, labels, token_weight, subject)
     for name, tensor in (("bias", bias), ("class_weight", class_weight)):
         if tensor is not None:
-            _check_per_class(name, tensor, vocab, hidden.device)
+            _check_per_class(name, tensor, vocab, hidden.device, subject)
     if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
         raise ConfigError(
             "class_weight requires a gradient, and the loss has none for it, as torch's F.cross_entropy has none. Pass "
@@ -101,8 +107,13 @@ def check_arguments(
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise ConfigError(f"ignore_index must be an integer, got {ignore_index!r}. Use -100 or your padding id.")
     if shift:
-        hidden, labels = hidden[..., :-shift, :], labels[..., shift:]
+        labels = labels[..., shift:]
         token_weight = None if token_weight is None else token_weight[..., shift:]
+        if subject == "logits":
+            labels = F.pad(labels, (0, shift), value=ignore_index)
+            token_weight = None if token_weight is None else F.pad(token_weight, (0, shift))
+        else:
+            hidden = hidden[..., :-shift, :]
     if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_range(labels, vocab, ignore_index)
     return Checked(
@@ -130,6 +141,18 @@ def number(name: str, value: float, low: float, high: float) -> None:
     if not is_number or not low <= value <= high or abs(value) == math.inf:
         bounds = "a finite number" + (f" in [{low:g}, {high:g}]" if low > -math.inf else "")
         raise ConfigError(f"{name} must be {bounds}, got {value!r}. Leave it out to switch it off.")
+
+
+def _check_logits(logits: Tensor) -> None:
+    if not _is_plain_float(logits) or logits.dim() < 1 or logits.shape[-1] == 0:
+        raise ConfigError(
+            f"logits must be a floating tensor of shape [..., V], got {_what(logits)}. Pass the head's output."
+        )
+    if type(logits).__name__ == "DTensor":
+        raise ConfigError(
+            "logits are a DTensor, and this function works on whole local tensors. Pass logits.full_tensor(), or "
+            "logits.to_local() where each process has rows of its own."
+        )
 
 
 def _check_head(hidden: Tensor, weight: Tensor | None) -> None:
@@ -174,7 +197,7 @@ def _check_head(hidden: Tensor, weight: Tensor | None) -> None:
         )
 
 
-def _check_labels(hidden: Tensor, labels: Tensor, token_weight: Tensor | None) -> None:
+def _check_labels(hidden: Tensor, labels: Tensor, token_weight: Tensor | None, subject: str) -> None:
     integral = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if not integral or labels.dtype == torch.bool:
         raise ConfigError(
@@ -183,12 +206,12 @@ def _check_labels(hidden: Tensor, labels: Tensor, token_weight: Tensor | None) -
         )
     if labels.shape != hidden.shape[:-1]:
         raise ConfigError(
-            f"labels must have the shape of hidden without its last axis, {tuple(hidden.shape[:-1])}, got "
+            f"labels must have the shape of {subject} without its last axis, {tuple(hidden.shape[:-1])}, got "
             f"{tuple(labels.shape)}. With unshifted labels pass both at full length and shift=1."
         )
     if labels.device != hidden.device:
         raise ConfigError(
-            f"labels are on {labels.device} and hidden on {hidden.device}. "
+            f"labels are on {labels.device} and {subject} on {hidden.device}. "
             f"Move them: labels.to({str(hidden.device)!r})."
         )
     if token_weight is not None and (
@@ -203,13 +226,15 @@ def _check_labels(hidden: Tensor, labels: Tensor, token_weight: Tensor | None) -
         )
 
 
-def _check_per_class(name: str, tensor: Tensor, vocab: int, device: torch.device) -> None:
+def _check_per_class(name: str, tensor: Tensor, vocab: int, device: torch.device, subject: str) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.shape != (vocab,):
         raise ConfigError(
             f"{name} must be a floating tensor of shape [{vocab}], one entry a class, got {_what(tensor)}."
         )
     if tensor.device != device:
-        raise ConfigError(f"{name} is on {tensor.device} and hidden on {device}. Move it: {name}.to({str(device)!r}).")
+        raise ConfigError(
+            f"{name} is on {tensor.device} and {subject} on {device}. Move it: {name}.to({str(device)!r})."
+        )
 
 
 def _check_shift(shift: int, labels: Tensor) -> int:
