@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from loss_plugins import linear_cross_entropy_stats
+from loss_plugins import cross_entropy_stats, linear_cross_entropy_stats
 from loss_plugins.device import DeviceProfile
 from loss_plugins.kernels.ops import backend
 from loss_plugins.kernels.triton import _common
@@ -136,9 +136,27 @@ def main(name: str) -> None:
     pretend(name)
     for loss in LOSSES:
         compute(*loss)
+    for dtype in (torch.bfloat16, torch.float32):
+        for vocab in (VOCAB, 1024, 8192):  # 1000 is no multiple of 16, so nothing is loaded by vectors
+            compute_given(vocab, dtype, {})
+            compute_given(vocab, dtype, SMOOTH)
     if has_bulk(TARGETS[name]):  # a Triton before 3.4 makes none
         replace("has_bulk_copies", lambda device: False)
         compute(300, torch.bfloat16, "cce", {"filter": "off"}, SMOOTH, WIDTH)
+
+
+def compute_given(vocab: int, dtype: torch.dtype, given: dict[str, Any]) -> None:
+    """A loss of logits that exist: with the gradient over them, and where columns lie too far apart for 32 bits."""
+    options = {name: value for name, value in given.items() if name != "bias"}
+    if "class_weight" in options:
+        options["class_weight"] = torch.rand(vocab)
+    over = torch.randn(12, vocab).to(dtype).requires_grad_() * 1
+    apart = torch.empty(vocab, 1 << 18, dtype=dtype)[:, :12].T.requires_grad_()  # of memory that nobody touches
+    for logits in (over, apart):
+        out = cross_entropy_stats(
+            logits, torch.zeros(12, dtype=torch.int64), kernels="triton", inplace=logits is over, **options
+        )
+        out.loss.backward()
 
 
 def compute(

@@ -23,7 +23,7 @@ BLOCK = 8192  # entries of a row at a time: 16 KiB of half logits in flight a pr
 
 
 @triton.jit
-def _forward_kernel(
+def _cross_entropy_kernel(
     logits,  # (B, T, V)
     labels,  # (N,)
     class_weight,  # (V,)
@@ -107,7 +107,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _cross_entropy_backward_kernel(
     logits,  # (B, T, V)
     out,  # (B, T, V), may be the logits
     labels,  # (N,)
@@ -221,7 +221,7 @@ def cross_entropy_forward(
     block, warps = block_for(vocab)
     width = 16 // logits.dtype.itemsize
     with on(logits.device):
-        _forward_kernel[(rows,)](
+        _cross_entropy_kernel[(rows,)](
             logits, labels.contiguous(), sums if class_weight is None else class_weight.contiguous(), sums, best, rows,
             length, vocab, *logits.stride(), ignore_index, float(scale), float(softcap), LANES=block // width,
             WIDTH=width, VECTORS=has_vectors(logits), LONG=is_long(logits), HAS_SCALE=scale != 1.0,
@@ -267,7 +267,7 @@ def cross_entropy_backward(
     # few rows are cut in strips, so that the device has something for every processor
     strips = min(triton.cdiv(vocab, block), triton.cdiv(8 * processors(logits.device), rows))
     with on(logits.device):
-        _backward_kernel[(rows * strips,)](
+        _cross_entropy_backward_kernel[(rows * strips,)](
             logits, out, labels.contiguous(), max_ if class_weight is None else class_weight.contiguous(), max_,
             log_sum, *(c.contiguous() for c in coefficients), length, vocab, *logits.stride(), *out.stride(),
             ignore_index, float(scale), float(softcap), strips, BLOCK_V=block, LONG=is_long(logits) or is_long(out),
