@@ -35,7 +35,7 @@ from ._common import (
 from .product import add_product, store_product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "first", "programs"])
 def _dz_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
     weight,  # (C, H) descriptor or pointer, the slice

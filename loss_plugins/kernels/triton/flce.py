@@ -42,7 +42,7 @@ from .product import add_product, library_product, store_product
 LIMIT = 60.0  # exp(60) * 2**20 columns is far below bfloat16's largest number
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "tiles"])
 def _exp_kernel(
     hidden,  # (N, H) descriptor
     weight,  # (V, H) descriptor
@@ -129,7 +129,7 @@ def _exp_kernel(
         tl.store(best_value + o_part, b_top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "tiles"])
 def _rescale_kernel(
     out,  # (N, columns) bfloat16
     tile_offset,  # (tiles, N)

@@ -34,7 +34,7 @@ from ._common import (
 )
 
 
-@triton.jit(do_not_specialize=["first", "i_slice", "slices"])
+@triton.jit(do_not_specialize=["first", "V", "i_slice", "slices", "tiles", "N"])
 def _linear_ce_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
     weight,  # (V, H) descriptor or pointer, the slice
@@ -149,7 +149,7 @@ def strips_of(n, programs, tiles, BLOCK_N: tl.constexpr):
     return tl.maximum(tl.minimum(programs // tl.maximum(tl.cdiv(n, BLOCK_N), 1), tiles), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "slices", "programs", "tiles"])
 def _merge_kernel(
     parts,  # (5, slices, programs, BLOCK_N) float32
     best,  # (slices, programs, BLOCK_N) int32
@@ -312,7 +312,7 @@ def programs_for(rows: int, tiles: int, blocks: Blocks, device: torch.device) ->
     best, best_use = 1, 0.0
     for strips in range(1, min(tiles, 4 * slots) + 1):
         programs = height * strips
-        use = programs / (triton.cdiv(programs, slots) * slots)
+        use = programs / (-(-programs // slots) * slots)  # triton.cdiv takes 2 us
         if use > best_use:
             best, best_use = strips, use
         if best_use >= 0.9:

@@ -26,7 +26,7 @@ from ._common import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "K", "programs"])
 def _product_kernel(
     left,  # (M, K) descriptor, or (K, M) with TRANSPOSED
     right,  # (K, N) descriptor
