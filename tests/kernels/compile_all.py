@@ -1,5 +1,7 @@
-"""Compile every Triton kernel, with every tile that it may take, for a GPU that need not be here; run by
-test_compiles.py without the interpreter.
+"""Compile the Triton kernels for a GPU that need not be here; run by test_compiles.py without the interpreter:
+
+    compile_all.py TARGET         every kernel, with every tile that it may take
+    compile_all.py TARGET rows    a few, for one number of rows and then for others
 
 The losses are computed on the CPU with kernels that are compiled for the target and then not launched, so what is
 compiled is what a launch there would compile: its types, alignments, tiles, warps and stages. The numbers are noise.
@@ -140,9 +142,23 @@ def main(name: str) -> None:
         for vocab in (VOCAB, 1024, 8192):  # 1000 is no multiple of 16, so nothing is loaded by vectors
             compute_given(vocab, dtype, {})
             compute_given(vocab, dtype, SMOOTH)
+    with torch.autocast("cpu", torch.bfloat16):  # a head that is cast by slices, and a float32 dW
+        compute(300, torch.bfloat16, "cce", {"filter": "off"}, {}, WIDTH, head=torch.float32)
     if has_bulk(TARGETS[name]):  # a Triton before 3.4 makes none
         replace("has_bulk_copies", lambda device: False)
         compute(300, torch.bfloat16, "cce", {"filter": "off"}, SMOOTH, WIDTH)
+
+
+def other_rows(name: str) -> None:
+    """Compile for one number of rows, then for others, of 16 or not: a batch may hold any, and a compiler takes seconds."""
+    pretend(name)
+    losses = [("cce", {"filter": "off"}), ("flce", {"workspace_mb": 0.25})]  # chunks of 128 rows, the last one of any
+    for strategy, choice in losses:
+        compute(512, torch.bfloat16, strategy, choice, {}, WIDTH)
+    print("other rows", flush=True)
+    for rows in (300, 513, 777, 1000):
+        for strategy, choice in losses:
+            compute(rows, torch.bfloat16, strategy, choice, {}, WIDTH)
 
 
 def compute_given(vocab: int, dtype: torch.dtype, given: dict[str, Any]) -> None:
@@ -160,10 +176,16 @@ def compute_given(vocab: int, dtype: torch.dtype, given: dict[str, Any]) -> None
 
 
 def compute(
-    rows: int, dtype: torch.dtype, strategy: str, choice: dict[str, Any], given: dict[str, Any], width: int
+    rows: int,
+    dtype: torch.dtype,
+    strategy: str,
+    choice: dict[str, Any],
+    given: dict[str, Any],
+    width: int,
+    head: torch.dtype | None = None,
 ) -> None:
     options = dict(given)
-    hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(VOCAB, width).to(dtype)
+    hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(VOCAB, width).to(head or dtype)
     if "bias" in options:
         options["bias"] = torch.randn(VOCAB).to(dtype).requires_grad_()
         options["class_weight"] = torch.rand(VOCAB)
@@ -175,4 +197,4 @@ def compute(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    (other_rows if "rows" in sys.argv[2:] else main)(sys.argv[1])

@@ -20,10 +20,12 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 SCRIPT = Path(__file__).parent / "compile_all.py"
 
 
-def compile_all(target, folder, **variables):
+def compile_all(target, folder, *words, **variables):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "XDG_CACHE_HOME": str(folder), **variables}
-    return subprocess.run([sys.executable, str(SCRIPT), target], env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), target, *words], env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.mark.slow
@@ -45,3 +47,12 @@ def test_a_tile_that_does_not_fit_is_seen(tmp_path):
     result = compile_all("sm_86", tmp_path, LOSS_PLUGINS_TUNED=str(path))
     assert result.returncode != 0
     assert "_linear_ce_kernel 128x256x64" in result.stderr and "of 101376 bytes of shared memory" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_another_number_of_rows_compiles_nothing(target, tmp_path):
+    result = compile_all(target, tmp_path, "rows")
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    first, others = result.stdout.split("other rows\n")
+    assert first.count("shared") >= 3 and not others, others
