@@ -154,7 +154,7 @@ def _check_inplace(inplace: bool, logits: Tensor) -> None:
             f"inplace=True was asked for, but logits of shape {tuple(logits.shape)} and strides {logits.stride()} have "
             "entries that share memory (as expand makes them). Leave inplace out, or pass logits.contiguous()."
         )
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if _saves_through_hooks():
         raise UnsupportedError(
             "inplace=True was asked for under saved-tensor hooks (activation checkpointing or offloading), where "
             "autograd cannot tell whether the logits are needed elsewhere. Leave inplace out, or compute the loss "
@@ -170,4 +170,15 @@ def _may_overlap(tensor: Tensor) -> bool:
             if stride <= reach:
                 return True
             reach += stride * (size - 1)
+    return False
+
+
+def _saves_through_hooks() -> bool:
+    """Whether what autograd saves now goes through hooks: a saved tensor takes them once only."""
+    with torch.enable_grad():
+        probe = torch.zeros((), device="cpu", requires_grad=True).square()
+    try:
+        probe.grad_fn._raw_saved_self.register_hooks(lambda saved: saved, lambda packed: packed)  # type: ignore[union-attr]
+    except RuntimeError:
+        return True
     return False

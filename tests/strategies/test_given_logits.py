@@ -469,6 +469,10 @@ def test_saved_tensor_hooks_hide_who_needs_the_logits():
 
     with pytest.raises(UnsupportedError, match="saved-tensor hooks"):
         checkpoint(loss_of, logits, True, use_reentrant=False)
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(UnsupportedError, match="saved-tensor hooks"):
+        loss_of(logits, True)
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        loss_of(logits, True)
     checkpoint(loss_of, logits, False, use_reentrant=False).backward()
     want = torch.autograd.grad(F.cross_entropy(torch.tanh(logits), labels), logits)[0]
     torch.testing.assert_close(logits.grad, want)
