@@ -122,7 +122,8 @@ def check_arguments(
         labels=labels,
         vocab=vocab,
         dtype=_compute_dtype(hidden, weight),
-        bias=bias,
+        # kernels read both by column
+        bias=None if bias is None else bias.contiguous(),
         ignore_index=ignore_index,
         reduction=reduction,
         num_items_in_batch=_check_items(num_items_in_batch, reduction, hidden.device),
@@ -130,7 +131,7 @@ def check_arguments(
         softcap=0.0 if softcap is None else float(softcap),
         label_smoothing=float(label_smoothing),
         z_loss=float(z_loss),
-        class_weight=class_weight,
+        class_weight=None if class_weight is None else class_weight.contiguous(),
         token_weight=token_weight,
     )
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from loss_plugins import linear_cross_entropy, linear_cross_entropy_stats, linear_log_probs
 from loss_plugins.errors import LossPluginError
-from loss_plugins.kernels import reference
+from loss_plugins.kernels import ops, reference
 from loss_plugins.strategies import STRATEGIES
 from loss_plugins.testing import assert_within_reference_error, relative_error
 
@@ -192,6 +192,23 @@ def test_labels_in_one_place_only(strategy, place):
     outside = torch.ones(40, dtype=torch.bool)
     outside[place] = False
     assert (grads["hidden"][outside] == 0).all() and (grads["hidden"][~outside] != 0).any(1).all()
+
+
+@pytest.mark.parametrize("strategy", ["flce", "cce"])
+@pytest.mark.parametrize("kernels", [name for name in ("torch", "triton") if name in ops.backends()])
+def test_bias_and_class_weights_with_steps(strategy, kernels):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors, labels, _ = case(dtype=torch.float32)
+    hidden, weight, labels = tensors["hidden"].to(device), tensors["weight"].to(device), labels.to(device)
+    bias, class_weight = torch.randn(262, device=device)[::2], (torch.rand(262, device=device) + 0.5)[::2]
+    settings = {"label_smoothing": 0.3, "strategy": strategy, "options": {"kernels": kernels}}
+    assert not bias.is_contiguous() and not class_weight.is_contiguous()
+    bias = bias.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, class_weight=class_weight, **settings)
+    twin = bias.detach().contiguous().requires_grad_()
+    want = linear_cross_entropy(hidden, weight, labels, bias=twin, class_weight=class_weight.contiguous(), **settings)
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(torch.autograd.grad(loss, bias)[0], torch.autograd.grad(want, twin)[0])
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
