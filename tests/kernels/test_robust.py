@@ -114,6 +114,8 @@ def layouts(given: Inputs) -> dict[str, Inputs]:
     wide[:, 3 : 3 + width] = hidden
     every_second = hidden.repeat_interleave(2, 0)[::2]
     tall = torch.cat([weight, torch.full_like(weight, float("nan"))])
+    off = torch.full((vocab, 2 * width + 3), float("nan"), dtype=weight.dtype, device=weight.device)
+    off[:, 3 : 3 + width] = weight
     return {
         "hidden in columns": given._replace(hidden=hidden.T.contiguous().T),
         "hidden in wider rows, off 16 bytes": given._replace(hidden=wide[:, 3 : 3 + width]),
@@ -121,12 +123,16 @@ def layouts(given: Inputs) -> dict[str, Inputs]:
         "weight in columns": given._replace(weight=weight.T.contiguous().T),
         "the first rows of a weight": given._replace(weight=tall[:vocab]),
         "weight in wider rows": given._replace(weight=torch.cat([weight, weight], 1)[:, width:]),
+        "weight off 16 bytes": given._replace(weight=off[:, 3 : 3 + width]),
     }
 
 
 @every_variant
-@pytest.mark.parametrize("layout", ["hidden in columns", "hidden in wider rows, off 16 bytes", "every second row",
-                                    "weight in columns", "the first rows of a weight", "weight in wider rows"])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    ["hidden in columns", "hidden in wider rows, off 16 bytes", "every second row", "weight in columns",
+     "the first rows of a weight", "weight in wider rows", "weight off 16 bytes"],
+)  # fmt: skip
 def test_any_strides(variant: str, layout: str) -> None:
     given = inputs(200, 64, VOCAB, DEVICE)
     moved = layouts(given)[layout]
