@@ -34,9 +34,9 @@ def test_every_kernel_compiles_and_fits(target, tmp_path):
     result = compile_all(target, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     assert result.stdout.count("shared") >= 14
-    # loads that are not asynchronous take one stage's memory only, which would prove nothing
-    stages = {"sm_90": 98304, "sm_100": 98304}.get(target, 32768 if target.startswith("gfx") else 65536)
-    assert re.search(f"_dz_kernel 128x128x64 .*NEED_BIAS shared {stages}$", result.stdout, re.MULTILINE)
+    # rows that are not aligned are loaded without stages; were all of them so, their memory would prove nothing
+    sizes = [int(size) for size in re.findall(r"_dz_kernel 128x128x64 .*shared (\d+)$", result.stdout, re.MULTILINE)]
+    assert max(sizes) >= 2 * min(sizes) > 0
 
 
 def test_a_tile_that_does_not_fit_is_seen(tmp_path):
