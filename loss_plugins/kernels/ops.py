@@ -138,7 +138,7 @@ def linear_ce_backward(
     need_bias: bool,
     tile_bytes: int,
     kernels: str,
-    marks: Tensor,  # (blocks, ceil(V / 32)) int32 from the forward, or empty
+    marks: Tensor | None = None,  # (blocks, ceil(V / 32)) int32 from the forward, or empty
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dX, dW, db), empty where not needed."""
     gradients: tuple[Tensor, Tensor, Tensor] = _launch(
@@ -154,7 +154,7 @@ def _(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None,
     lse: Tensor, ignore_index: int, scale: float, softcap: float, label_smoothing: float, z_loss: float,
     dtype: torch.dtype, filter_hidden: float, filter_weight: float, need_hidden: bool, need_weight: bool,
-    need_bias: bool, tile_bytes: int, kernels: str, marks: Tensor,
+    need_bias: bool, tile_bytes: int, kernels: str, marks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (rows, width), vocab = hidden.shape, weight.shape[0]
     return (

@@ -26,7 +26,7 @@ def test_slices_of_a_cast_head(monkeypatch, columns, settings):
     bias, class_weight = torch.randn(601, device=DEVICE), torch.rand(601, device=DEVICE) + 0.5
     labels = torch.randint(0, 601, (300,), device=DEVICE)
     labels[1::3] = -100
-    loss, nll, lse, entropy, predicted, _ = ops.linear_ce(
+    loss, nll, lse, entropy, predicted, *_ = ops.linear_ce(
         hidden, weight, bias, labels, class_weight, -100, scale, softcap, smoothing, 0.0, torch.bfloat16, True, True, 0.0,
         0.0, False, 1 << 16, "triton", "triton",
     )  # fmt: skip

@@ -40,8 +40,14 @@ def linear_ce_forward(
     want_entropy: bool,
     want_predicted: bool,
     tile_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, lse, entropy, predicted) of each row; the last two are empty unless asked for."""
+    below: float = 0.0,
+    bound: float = 1.0,
+    want_dropped: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, nll, lse, entropy, predicted, dropped, marks) of each row; entropy to dropped are empty unless asked for.
+
+    ``bound`` is for a backend that marks columns for its backward; here there are never any marks.
+    """
     rows, vocab = hidden.shape[0], weight.shape[0]
     acc = accumulator(dtype)
     state: Any = {"dtype": acc, "device": hidden.device}
@@ -89,7 +95,12 @@ def linear_ce_forward(
     entropy = torch.where(valid, sum_.log() - moment / sum_, 0.0) if want_entropy else moment
     if want_predicted:
         predicted = torch.where(valid, predicted, ignore_index)
-    return loss, nll, lse, entropy, predicted
+    dropped = lse.new_zeros(rows if want_dropped else 0)
+    if want_dropped and below:
+        dropped = dropped_mass(
+            hidden, weight, bias, labels, lse, ignore_index, scale, softcap, dtype, below, tile_bytes
+        )
+    return loss, nll, lse, entropy, predicted, dropped, labels.new_zeros(0, 0, dtype=torch.int32)
 
 
 def linear_ce_backward(
@@ -112,6 +123,7 @@ def linear_ce_backward(
     need_weight: bool,
     need_bias: bool,
     tile_bytes: int,
+    marks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dX, dW, db) in the types of hidden, weight and bias; empty where not needed.
 

@@ -68,6 +68,20 @@ def transform(
     return b_z
 
 
+@triton.jit
+def exp_difference(b_high, b_low, FAST: tl.constexpr):
+    """``exp(b_high - b_low)``. ``FAST``: one fused product and the GPU's own power of two, without the extra
+    instructions that keep results below 2**-126 from being zero; a few units in the seventh digit."""
+    if FAST:
+        b_log2 = b_high * 1.4426950408889634 - b_low * 1.4426950408889634
+        b_exp = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [b_log2], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        b_exp = tl.exp(b_high - b_low)
+    return b_exp
+
+
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 INTERPRETED = not isinstance(logits_tile, triton.JITFunction)
 
@@ -145,6 +159,12 @@ def compute_dtype(dtype: torch.dtype) -> Any:
     return tl.float32 if INTERPRETED and dtype == torch.bfloat16 else _TRITON_DTYPES[dtype]
 
 
+def gathered(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight for kernels that gather some of its rows and cast them on the way; the interpreter, whose operands are
+    wider, gets them cast already."""
+    return weight.to(dtype) if INTERPRETED else weight
+
+
 def precision(tensor: Tensor, dtype: torch.dtype) -> str:
     """float32 products as torch's own setting says."""
     return "tf32" if dtype == torch.float32 and tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32 else "ieee"
@@ -160,17 +180,11 @@ def processors(device: torch.device) -> int:
     return 1
 
 
+def fast_exp(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `exp_difference` may use an instruction of NVIDIA's; float32 inputs keep every digit."""
+    return not INTERPRETED and device.type == "cuda" and not torch.version.hip and dtype.itemsize == 2
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
     return getattr(torch, device.type).device(device) if device.type in ("cuda", "xpu") else nullcontext()
-
-
-def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order, place, count): the rows that carry a label first, the inverse of that, and how many, all on the device.
-
-    Ignored rows then fill whole blocks at the end, which return at once, and the host never learns how many there are.
-    """
-    valid = labels != ignore_index
-    order = torch.argsort(valid, descending=True, stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return order, place, valid.sum()

@@ -4,13 +4,19 @@ For each slice of columns: its logits are computed again and turned into their g
 stored in the half type, ``N * slice * 2`` bytes; dX gets ``dZ @ W`` added in float32, eq. (7); the slice owns its rows
 of dW and writes ``dZ.T @ X`` once, eq. (8). No atomics, so the result is the same every time. Ignored rows are sorted
 to the end: their blocks return at once, and the sum over rows of eq. (8) stops before them. dZ is scaled by a power of
-two that brings the largest coefficient near 1, so that float16 does not lose small ones. Peak beside the results: the
-slice, dX in float32, and two copies of rows, ``N * H`` each.
+two that brings the largest coefficient near 1, so that float16 does not lose small ones. Peak beside the results: a
+slice, dX in float32, and a copy of the rows, ``N * H``. Most slices take no room: dZ lies in those rows of dW that are
+written last.
+
+With a filter, `filtered.py` computes what it leaves out nothing of, and the slices here whatever it does not: dX or dW
+that is not filtered, or both, where the device finds that too much would be lost.
 
 Letters: N rows, H hidden width, V vocabulary, C columns of a slice.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -19,20 +25,27 @@ from torch import Tensor
 
 from .._rows import row_coefficients
 from ._common import (
+    INTERPRETED,
     Blocks,
     blocks_for,
     can_cast,
     can_tma,
     compute_dtype,
-    counted_first,
     descriptor,
+    exp_difference,
+    fast_exp,
     logits_tile,
     on,
     precision,
     processors,
     transform,
 )
+from .filtered import Seen, add_filtered
+from .marks import MARKED_ROWS, listed, most_pairs
 from .product import add_product, store_product
+from .rows import counted_first, packed_rows, unpacked_rows
+
+LEAST_VECTORS = 1 << 17  # 32 MiB, so that rounds are few
 
 
 @triton.jit(do_not_specialize=["N", "first", "programs"])
@@ -73,6 +86,7 @@ def _dz_kernel(
     HAS_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     n = tl.load(count).to(tl.int32)
     height = tl.cdiv(n, BLOCK_N)
@@ -98,7 +112,7 @@ def _dz_kernel(
         b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
         # rows past the end have an infinite log-sum-exp, so their probabilities are zero
         b_lse = tl.load(lse + o_n, mask=m_n, other=float("inf"))
-        b_dz = tl.exp(b_z - b_lse[:, None]) * tl.load(coef_p + o_n, mask=m_n, other=0.0)[:, None]
+        b_dz = exp_difference(b_z, b_lse[:, None], FAST) * tl.load(coef_p + o_n, mask=m_n, other=0.0)[:, None]
         b_label = tl.load(labels + o_n, mask=m_n, other=-1)
         b_at_label = tl.load(coef_label + o_n, mask=m_n, other=0.0)
         b_dz -= tl.where(o_v[None, :] == b_label[:, None], b_at_label[:, None], 0.0)
@@ -141,73 +155,168 @@ def linear_ce_backward(
     need_weight: bool,
     need_bias: bool,
     tile_bytes: int,
+    marks: Tensor | None = None,  # (blocks, ceil(V / 32)) int32, see `marks.py`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dX, dW, db) in the types of hidden, weight and bias; empty where not needed. Exact: torch's backward filters."""
-    assert not filter_hidden and not filter_weight
+    """(dX, dW, db) in the types of hidden, weight and bias; empty where not needed.
+
+    Without ``marks`` nothing is left out. With them, dX and dW are filtered if their filter is above 0, unless db is
+    needed or labels are smoothed, which pull on every column.
+    """
     (rows, width), vocab = hidden.shape, weight.shape[0]
     order, place, count = counted_first(labels, ignore_index)
     valid = labels != ignore_index
     unit = _power_of_two(torch.where(valid, grad.abs().to(torch.float32), 0.0).amax())
     coefficients = row_coefficients(grad / unit, lse, labels, valid, class_weight, label_smoothing, z_loss, vocab)
-    packed = hidden.index_select(0, order).to(dtype)
-    # the sum over rows of eq. (8) ends inside a block: what lies behind the rows that count must be zero, not undefined
-    packed.mul_((torch.arange(rows, device=hidden.device) < count)[:, None])
-    readable = can_cast(packed, weight, dtype) or can_tma(packed, weight, dtype)
-    blocks = blocks_for(rows, dtype, readable, device=hidden.device)
-    columns = _slice_columns(rows, width, vocab, need_hidden, dtype, blocks, tile_bytes)
-    height = triton.cdiv(rows, blocks.n)
-
+    packed = packed_rows(hidden, order, count, dtype)
     d_hidden = torch.zeros(rows if need_hidden else 0, width, dtype=torch.float32, device=hidden.device)
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else weight.new_empty(0)
     d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
-    bias_parts = torch.zeros(height if need_bias else 0, columns, dtype=torch.float32, device=hidden.device)
-    # zeros: rows that do not count are never written
-    dz = torch.zeros(rows, columns, dtype=dtype, device=hidden.device)
     row_data = [labels[order], lse[order], *(c[order] for c in coefficients)]
-    labels_, lse_, coef_p, coef_label, coef_weight = row_data
-    programs = processors(hidden.device) * (1 if blocks.tma else 1 << 20)
-    for first in range(0, vocab, columns):
-        wide = min(columns, vocab - first)
+    whole_hidden, whole_weight = count, count  # how many rows the slices take into dX, dW
+    seen = None
+    if marks is not None and len(marks) and not need_bias and not label_smoothing:
+        everything, seen = _filtered(
+            packed, weight, bias, row_data, count, unit, scale, softcap, marks,
+            d_hidden if need_hidden and filter_hidden else None, d_weight if need_weight and filter_weight else None,
+            tile_bytes,
+        )  # fmt: skip
+        whole_hidden = count * everything if filter_hidden else count
+        whole_weight = count * everything if filter_weight else count
+        if need_hidden and not filter_hidden or need_weight and not filter_weight:
+            seen = None  # the slices have work of their own
+    _add_slices(
+        packed, weight, bias, class_weight, row_data, (count, whole_hidden, whole_weight), unit, scale, softcap,
+        label_smoothing > 0, d_hidden if need_hidden else None, d_weight if need_weight else None,
+        d_bias if need_bias else None, tile_bytes, seen,
+    )  # fmt: skip
+    del packed  # before dX is rounded, which takes room of its own
+    d_hidden = unpacked_rows(d_hidden, place, unit, hidden.dtype) if need_hidden else hidden.new_empty(0, width)
+    return d_hidden, d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
+
+
+def _filtered(
+    packed: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_data: list[Tensor],
+    count: Tensor,
+    unit: Tensor,
+    scale: float,
+    softcap: float,
+    marks: Tensor,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    workspace: int,
+) -> tuple[Tensor, Seen]:
+    """Add what the marks keep; () bool, whether nothing was added because everything must be computed."""
+    blocks, vocab = len(marks), weight.shape[0]
+    if d_weight is not None:
+        d_weight.zero_()
+    # dX in float32, a copy of the rows instead of dX, and the lists, about a byte for each block and column
+    left = workspace - packed.numel() * 4 - blocks * vocab
+    capacity = max(left // (MARKED_ROWS * packed.element_size()), LEAST_VECTORS, 256 * blocks)
+    capacity = min(capacity, most_pairs(blocks, vocab) + 256 * blocks)
+    lists = listed(marks, vocab, capacity, d_weight is not None)
+    seen = Seen(lists)
+    add_filtered(
+        packed, weight, bias, row_data[:4], count, unit, scale, softcap, lists, seen, capacity, d_hidden, d_weight
+    )
+    return lists.everything, seen
+
+
+def _add_slices(
+    packed: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    row_data: list[Tensor],  # labels, lse, the three coefficients
+    counts: tuple[Tensor, Tensor, Tensor],  # rows that count; that go to dX, to dW
+    unit: Tensor,
+    scale: float,
+    softcap: float,
+    smoothing: bool,
+    d_hidden: Tensor | None,  # (N, H) float32, to which dX / unit is added
+    d_weight: Tensor | None,  # (V, H), where dW is stored unless no row goes there
+    d_bias: Tensor | None,  # (V,) float32
+    workspace: int,
+    seen: Seen | None,  # what may say on the way that no row goes anywhere
+) -> None:
+    """The gradients of all columns, a slice at a time."""
+    count, whole_hidden, whole_weight = counts
+    (rows, width), vocab, dtype, device = packed.shape, weight.shape[0], packed.dtype, packed.device
+    readable = can_cast(packed, weight, dtype) or can_tma(packed, weight, dtype)
+    blocks = blocks_for(rows, dtype, readable, kernel="dz", device=packed.device)
+    columns = _slice_columns(rows, width, vocab, d_hidden is not None, dtype, blocks, workspace)
+    height = triton.cdiv(rows, blocks.n)
+    bias_parts = torch.zeros(height if d_bias is not None else 0, columns, dtype=torch.float32, device=device)
+    # zeros: rows that do not count are never written
+    own = torch.zeros(rows, columns, dtype=dtype, device=device)
+    spare = d_weight if d_bias is None and blocks.tma and not INTERPRETED else None
+    labels, lse, coef_p, coef_label, coef_weight = row_data
+    if d_bias is None:
+        # rows that go nowhere are not computed
+        count = torch.maximum(
+            whole_hidden if d_hidden is not None else count * 0, whole_weight if d_weight is not None else count * 0
+        )
+    programs = processors(device) * (1 if blocks.tma else 1 << 20)
+    for first, wide, dz in _slices(rows, columns, vocab, blocks.v, own, spare):
+        if seen is not None and seen.nothing_else():
+            break
         grid = min(programs, height * triton.cdiv(wide, blocks.v))
         part = weight[first : first + wide]
         part = part.to(dtype) if blocks.tma else part
-        with on(hidden.device):
+        with on(device):
             _dz_kernel[(grid,)](
                 descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed,
                 descriptor(part, [blocks.v, blocks.h]) if blocks.tma else part,
                 bias if bias is not None else packed,
-                labels_,
+                labels,
                 class_weight if class_weight is not None else packed,
-                lse_, coef_p, coef_label, coef_weight, count,
+                lse, coef_p, coef_label, coef_weight, count,
                 descriptor(dz, [blocks.n, blocks.v]) if blocks.tma else dz,
-                bias_parts, rows, vocab, first, columns, grid,
+                bias_parts, rows, vocab, first, dz.shape[1], grid,
                 packed.stride(0), packed.stride(1), part.stride(0), part.stride(1), float(scale), float(softcap),
                 H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h,
                 DTYPE=compute_dtype(dtype), PRECISION=precision(packed, dtype), TMA=blocks.tma,
                 HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
-                HAS_SMOOTHING=label_smoothing > 0, HAS_CLASS_WEIGHT=class_weight is not None, NEED_BIAS=need_bias,
+                HAS_SMOOTHING=smoothing, HAS_CLASS_WEIGHT=class_weight is not None, NEED_BIAS=d_bias is not None,
+                FAST=fast_exp(device, dtype),
                 num_warps=blocks.warps, num_stages=blocks.stages,
             )  # fmt: skip
-        if need_bias:
+        if d_bias is not None:
             d_bias[first : first + wide] = bias_parts[:, :wide].sum(0) * unit
-        if need_hidden:
-            add_product(dz[:, :wide], part, d_hidden, count)
-        if need_weight:
-            store_product(dz[:, :wide], packed, d_weight[first : first + wide], count, unit, transposed=True)
-    del packed, dz  # before dX is rounded, which takes room of its own
-    if need_hidden:
-        d_hidden *= unit
-    d_hidden = d_hidden.to(hidden.dtype)
-    if need_hidden:
-        d_hidden = d_hidden.index_select(0, place)
-    return d_hidden, d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
+        if d_hidden is not None:
+            add_product(dz[:, :wide], part, d_hidden, whole_hidden)
+        if d_weight is not None:
+            kept = whole_weight is not counts[0]
+            store_product(
+                dz[:, :wide], packed, d_weight[first : first + wide], whole_weight, unit, transposed=True, if_any=kept
+            )
+
+
+def _slices(
+    rows: int, columns: int, vocab: int, step: int, own: Tensor, spare: Tensor | None
+) -> Iterator[tuple[int, int, Tensor]]:
+    """(first column, columns, (N, C) room for dZ): in the rows of dW behind the slice while they hold more than the
+    workspace does, then there."""
+    first = 0
+    while first < vocab:
+        wide, dz = min(columns, vocab - first), own
+        if spare is not None and spare.dtype == own.dtype:
+            width = spare.shape[1]
+            most = ((vocab - first) * width - 128) // (rows + width) // step * step
+            if most >= columns:
+                begin = triton.cdiv((first + most) * width, 128) * 128
+                wide, dz = most, spare.view(-1)[begin : begin + rows * most].view(rows, most)
+        yield first, wide, dz
+        first += wide
 
 
 def _slice_columns(
     rows: int, width: int, vocab: int, need_hidden: bool, dtype: torch.dtype, blocks: Blocks, workspace: int
 ) -> int:
     """Columns of a slice: what the workspace leaves beside dX in float32, but no fewer than keep the products large."""
-    left = workspace - (rows * width * 4 if need_hidden else 0)
+    left = workspace - (rows * width * 4 if need_hidden else 0) - (8 << 20)
     columns = max(left // (rows * dtype.itemsize), 2048) // blocks.v * blocks.v
     return min(max(columns, blocks.v), triton.cdiv(vocab, blocks.v) * blocks.v)
 

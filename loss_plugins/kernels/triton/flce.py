@@ -27,8 +27,9 @@ from ._common import (
     Blocks,
     blocks_for,
     compute_dtype,
-    counted_first,
     descriptor,
+    exp_difference,
+    fast_exp,
     has_bulk_copies,
     is_bulk_readable,
     logits_tile,
@@ -38,6 +39,7 @@ from ._common import (
 from .backward import linear_ce_backward
 from .linear_ce import linear_ce_forward, merge_strips, programs_for, strips_of
 from .product import add_product, library_product, store_product
+from .rows import counted_first, packed_rows
 
 LIMIT = 60.0  # exp(60) * 2**20 columns is far below bfloat16's largest number
 
@@ -71,6 +73,7 @@ def _exp_kernel(
     HAS_SOFTCAP: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_BEST: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     n = tl.load(count).to(tl.int32)
     programs = tl.num_programs(0)
@@ -103,12 +106,11 @@ def _exp_kernel(
             b_top = tl.maximum(b_top, b_max)
         b_new = tl.where(b_max - b_offset > limit, b_max, b_offset)
         b_carry = tl.exp(b_offset - b_new)
-        b_low = b_z - b_new[:, None]
-        b_exp = tl.exp(b_low)
+        b_exp = exp_difference(b_z, b_new[:, None], FAST)
         b_other = tl.where(b_hit, 0.0, b_exp)
         if WANT_ENTROPY:
             b_moment = (b_moment + (b_offset - b_new) * b_sum) * b_carry
-            b_moment += tl.sum(b_other * tl.where(b_other > 0, b_low, 0.0), 1)
+            b_moment += tl.sum(b_other * tl.where(b_other > 0, b_z - b_new[:, None], 0.0), 1)
         b_sum = b_sum * b_carry + tl.sum(b_other, 1)
         b_offset = b_new
         tl.store(tile_offset + i_tile * N + o_n, b_new, mask=o_n < N)
@@ -200,10 +202,9 @@ def flce_forward(
             z_loss, dtype, want_entropy, want_predicted, need_hidden, need_weight, need_bias, chunk_rows,
         )  # fmt: skip
     order, place, count = counted_first(labels, ignore_index)
-    packed = hidden.index_select(0, order).to(dtype)
-    # the products read whole chunks, and 0 times the NaN of a row that does not count would be NaN
-    packed.masked_fill_((torch.arange(rows, device=hidden.device) >= count)[:, None], 0)
-    step = min(chunk_rows // 128 * 128, triton.cdiv(rows, 128) * 128)
+    packed = packed_rows(hidden, order, count, dtype)
+    whole = triton.cdiv(rows, 128) * 128
+    step = whole if chunk_rows >= rows else chunk_rows // 128 * 128
     blocks = blocks_for(step, dtype, True, kernel="exp", device=hidden.device)
     # whole tiles, so that every row of the chunk begins on 16 bytes and no store is cut
     # the library's products read all rows of a chunk, so those that do not count must hold numbers
@@ -294,9 +295,9 @@ def _exp_chunk(
             descriptor(chunk, [blocks.n, blocks.v]), rows, vocab, tiles, float(scale), float(softcap), LIMIT,
             H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h, DTYPE=compute_dtype(hidden.dtype),
             HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
-            WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, num_warps=blocks.warps, num_stages=blocks.stages,
+            WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, FAST=fast_exp(device, hidden.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
-        (offset, other, target, _, moment), predicted = merge_strips(
+        (offset, other, target, _, moment, _), predicted = merge_strips(
             parts, best, best_value, count, rows, tiles, blocks, False, want_entropy, want_predicted
         )
         _rescale_kernel[(height * tiles,)](
@@ -342,7 +343,7 @@ def _two_passes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The same results with the logits computed twice."""
     workspace = chunk_rows * weight.shape[0] * dtype.itemsize
-    loss, nll, lse, entropy, predicted = linear_ce_forward(
+    loss, nll, lse, entropy, predicted, _, _ = linear_ce_forward(
         hidden, weight, bias, labels, class_weight, ignore_index, scale, softcap, label_smoothing, z_loss, dtype,
         want_entropy, want_predicted, workspace,
     )  # fmt: skip

@@ -6,11 +6,15 @@ result is the same every time. How many rows count is known on the device only, 
 among themselves: with half of the rows ignored there are twice as many strips.
 Peak beside the results: a copy of the rows, ``N * H``, with those that count first; six numbers a program and row; and
 64 MiB of the weight in the operands' type where it has another (a float32 head under autocast).
+For a filtered backward it also marks the columns in which some row of a block has a probability that counts, and sums
+each row's probability in entries that do (`marks.py`).
 
 Letters: N rows, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -24,14 +28,18 @@ from ._common import (
     can_cast,
     can_tma,
     compute_dtype,
-    counted_first,
     descriptor,
+    exp_difference,
+    fast_exp,
+    gathered,
     logits_tile,
     on,
     precision,
     processors,
     transform,
 )
+from .marks import MARKED_ROWS, Marks, hot_reference, is_markable, mark_labels, marks_of
+from .rows import counted_first, packed_rows
 
 
 @triton.jit(do_not_specialize=["first", "V", "i_slice", "slices", "tiles", "N"])
@@ -39,11 +47,12 @@ def _linear_ce_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
     weight,  # (V, H) descriptor or pointer, the slice
     bias,  # of the whole vocabulary
-    labels,  # (N,) int64
     class_weight,  # of the whole vocabulary
     count,  # () int64, how many rows count
-    parts,  # (5, slices, programs, BLOCK_N) float32: maximum, sum, label logit, weighted sum, moment
+    parts,  # (6, slices, programs, BLOCK_N) float32: maximum, sum, -, weighted sum, moment, kept
     best,  # (slices, programs, BLOCK_N) int32
+    marks,  # (blocks of 128 rows, marks_row) bytes: whether a column counts
+    hot,  # (HOT, N) float32, log-sum-exp over some columns that are likely large
     first,  # first column of this slice of the vocabulary
     V,  # columns of this slice
     i_slice,
@@ -53,6 +62,9 @@ def _linear_ce_kernel(
     hidden_col,
     weight_row,
     weight_col,
+    marks_row,
+    log_below,  # log of the share of a row's sum from which an entry counts
+    N,
     scale,
     softcap,
     H: tl.constexpr,
@@ -69,6 +81,8 @@ def _linear_ce_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_BEST: tl.constexpr,
+    HOT: tl.constexpr,  # 0: no marks
+    FAST: tl.constexpr,
 ):
     n = tl.load(count).to(tl.int32)
     programs = tl.num_programs(0)
@@ -79,7 +93,6 @@ def _linear_ce_kernel(
         return
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < n
-    b_label = tl.load(labels + o_n, mask=m_n, other=-1)
     if TMA:
         rows = hidden
     else:
@@ -87,11 +100,19 @@ def _linear_ce_kernel(
 
     b_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_N,), tl.float32)
-    b_target = tl.zeros((BLOCK_N,), tl.float32)
     b_weighted = tl.zeros((BLOCK_N,), tl.float32)
     b_moment = tl.zeros((BLOCK_N,), tl.float32)
     b_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     b_best = tl.zeros((BLOCK_N,), tl.int32)
+    b_kept = tl.zeros((BLOCK_N,), tl.float32)
+    if HOT:
+        # rows that do not count have a reference out of reach, so they mark nothing
+        b_hot = tl.load(hot + o_n, mask=m_n, other=1e30)
+        for i_hot in tl.static_range(1, HOT):
+            b_more = tl.load(hot + i_hot * N + o_n, mask=m_n, other=0.0)
+            b_high = tl.maximum(b_hot, b_more)
+            b_hot = b_high + tl.log(1 + tl.exp(tl.minimum(b_hot, b_more) - b_high))
+            b_hot = tl.where(m_n, b_hot, 1e30)
     for i_tile in tl.range((tiles * i_strip) // strips, (tiles * (i_strip + 1)) // strips, flatten=TMA):
         o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
         m_v = o_v < V
@@ -109,8 +130,11 @@ def _linear_ce_kernel(
             if HAS_CLASS_WEIGHT:
                 b_real *= tl.load(class_weight + first + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]
             b_weighted += tl.sum(b_real, 1)
-        b_target += tl.sum(tl.where((first + o_v)[None, :] == b_label[:, None], b_z, 0.0), 1)
         b_z = tl.where(m_v[None, :], b_z, float("-inf"))
+        if HOT:
+            # what a row has summed so far, or over the hot columns, is at most its whole sum: no entry that counts is
+            # missed, a few too many are marked
+            b_bar = tl.maximum(b_hot, b_max + tl.log(tl.maximum(b_sum, 1e-38))) + log_below
         b_tile_max = tl.max(b_z, 1)
         if WANT_BEST:
             b_tile_best = tl.argmax(b_z, 1) + first + i_tile * BLOCK_V
@@ -120,13 +144,21 @@ def _linear_ce_kernel(
         # a row whose logits are all -inf so far keeps its zero sum: exp(-inf - -inf) would be NaN
         b_anchor = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_carry = tl.exp(b_max - b_anchor)
-        b_z = b_z - b_anchor[:, None]
-        b_share = tl.exp(b_z)
+        b_share = exp_difference(b_z, b_anchor[:, None], FAST)
         if WANT_ENTROPY:
             # relative to the maximum, so that no two large numbers are subtracted in the end
             b_moved = tl.where(b_max == float("-inf"), 0.0, b_max - b_anchor) * b_sum
-            b_moment = (b_moment + b_moved) * b_carry + tl.sum(b_share * tl.where(b_share > 0, b_z, 0.0), 1)
+            b_moment = (b_moment + b_moved) * b_carry + tl.sum(
+                b_share * tl.where(b_share > 0, b_z - b_anchor[:, None], 0.0), 1
+            )
         b_sum = b_sum * b_carry + tl.sum(b_share, 1)
+        if HOT:
+            b_kept = b_kept * b_carry + tl.sum(tl.where(b_z >= b_bar[:, None], b_share, 0.0), 1)
+            # the margin, not what came of the comparison: a tile of truth values does not fit the registers
+            b_margin = tl.max(tl.reshape(b_z - b_bar[:, None], (BLOCK_N // 128, 128, BLOCK_V)), 1)
+            o_block = i_block * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
+            p_mark = marks + o_block.to(tl.int64)[:, None] * marks_row + (first + o_v)[None, :]
+            tl.store(p_mark, (b_margin >= 0).to(tl.int8), mask=(o_block * 128 < n)[:, None] & m_v[None, :])
         b_max = b_new
 
     o_part = (i_slice * programs + tl.program_id(0)) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -134,13 +166,81 @@ def _linear_ce_kernel(
     size = slices * programs * BLOCK_N
     tl.store(p_part, b_max)
     tl.store(p_part + size, b_sum)
-    tl.store(p_part + 2 * size, b_target)
     if HAS_SMOOTHING:
         tl.store(p_part + 3 * size, b_weighted)
     if WANT_ENTROPY:
         tl.store(p_part + 4 * size, b_moment)
     if WANT_BEST:
         tl.store(best + o_part, b_best)
+    if HOT:
+        tl.store(p_part + 5 * size, b_kept)
+
+
+@triton.jit
+def _label_logits_kernel(
+    hidden,  # (N, H), rows that count first
+    weight,  # (V, H)
+    bias,  # (V,)
+    labels,  # (N,) int64
+    count,  # () int64
+    out,  # (N,) float32, zeros
+    hidden_row,
+    hidden_col,
+    weight_row,
+    weight_col,
+    scale,
+    softcap,
+    H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """The diagonal of a block's rows times their labels' columns: the same sums as in the forward, whose tiles need
+    not compare every column with every label then."""
+    n = tl.load(count).to(tl.int32)
+    if tl.program_id(0) * BLOCK_N >= n:
+        return
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < n
+    o_v = tl.load(labels + o_n, mask=m_n, other=0)
+    rows = hidden + o_n.to(tl.int64)[:, None] * hidden_row
+    columns = weight + o_v[None, :] * weight_row
+    b_z = logits_tile(
+        rows, columns, hidden_col, weight_col, 0, 0, m_n, m_n, H, BLOCK_N, BLOCK_N, BLOCK_H, DTYPE, PRECISION, False
+    )
+    b_z = transform(b_z, bias, o_v, m_n, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+    b_own = tl.arange(0, BLOCK_N)[:, None] == tl.arange(0, BLOCK_N)[None, :]
+    tl.store(out + o_n, tl.sum(tl.where(b_own, b_z, 0.0), 1), mask=m_n)
+
+
+def label_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    count: Tensor,
+    scale: float,
+    softcap: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(N,) float32 logit of each row's label, 0 in rows that do not count."""
+    rows, width = hidden.shape
+    weight = gathered(weight, dtype)
+    out = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
+    block = 64 if dtype.itemsize == 2 else 32
+    with on(hidden.device):
+        _label_logits_kernel[(triton.cdiv(rows, block),)](
+            hidden, weight, bias if bias is not None else hidden, labels, count, out,
+            hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1), float(scale), float(softcap),
+            H=width, BLOCK_N=block, BLOCK_H=64 if weight.dtype.itemsize == 2 else 32, DTYPE=compute_dtype(dtype),
+            PRECISION=precision(hidden, dtype), HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0,
+            HAS_SOFTCAP=softcap != 0.0, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -151,11 +251,11 @@ def strips_of(n, programs, tiles, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "slices", "programs", "tiles"])
 def _merge_kernel(
-    parts,  # (5, slices, programs, BLOCK_N) float32
+    parts,  # (6, slices, programs, BLOCK_N) float32
     best,  # (slices, programs, BLOCK_N) int32
     best_value,  # (slices, programs, BLOCK_N) float32
     count,  # () int64
-    out,  # (5, N) float32
+    out,  # (6, N) float32
     out_best,  # (N,) int32
     N,
     slices,
@@ -165,6 +265,8 @@ def _merge_kernel(
     HAS_SMOOTHING: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_BEST: tl.constexpr,
+    HAS_TARGET: tl.constexpr,
+    MARKED: tl.constexpr,
 ):
     i_block = tl.program_id(0)
     n = tl.load(count).to(tl.int32)
@@ -179,12 +281,14 @@ def _merge_kernel(
     b_moment = tl.zeros((BLOCK_N,), tl.float32)
     b_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     b_best = tl.zeros((BLOCK_N,), tl.int32)
+    b_kept = tl.zeros((BLOCK_N,), tl.float32)
     for i_part in range(slices * strips):
         i_program = i_part // strips * programs + i_block * strips + i_part % strips
         o_part = i_program * BLOCK_N + tl.arange(0, BLOCK_N)
         b_max_s = tl.load(parts + o_part)
         b_sum_s = tl.load(parts + size + o_part)
-        b_target += tl.load(parts + 2 * size + o_part)
+        if HAS_TARGET:
+            b_target += tl.load(parts + 2 * size + o_part)
         b_new = tl.maximum(b_max, b_max_s)
         b_anchor = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_carry = tl.exp(b_max - b_anchor)
@@ -201,6 +305,8 @@ def _merge_kernel(
             b_top_s = tl.load(best_value + o_part)
             b_best = tl.where(b_top_s > b_top, tl.load(best + o_part), b_best)
             b_top = tl.maximum(b_top, b_top_s)
+        if MARKED:
+            b_kept = b_kept * b_carry + tl.load(parts + 5 * size + o_part) * b_carry_s
         b_sum = b_sum * b_carry + b_sum_s * b_carry_s
         b_max = b_new
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -212,6 +318,8 @@ def _merge_kernel(
     tl.store(out + 4 * N + o_n, b_moment, mask=m_n)
     if WANT_BEST:
         tl.store(out_best + o_n, b_best, mask=m_n)
+    if MARKED:
+        tl.store(out + 5 * N + o_n, b_kept, mask=m_n)
 
 
 def linear_ce_forward(
@@ -229,20 +337,34 @@ def linear_ce_forward(
     want_entropy: bool,
     want_predicted: bool,
     tile_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, nll, lse, entropy, predicted) of each row; the last two are empty unless asked for."""
+    below: float = 0.0,
+    bound: float = 1.0,
+    want_dropped: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, nll, lse, entropy, predicted, dropped, marks) of each row; entropy to dropped are empty unless asked for.
+
+    With ``below`` above 0 the backward leaves out columns in which no row of a block reaches that probability, unless
+    a row of the block would lose more than ``bound``. ``dropped`` is at most what a row loses; marks: see `marks_of`.
+    """
     (rows, width), vocab = hidden.shape, weight.shape[0]
     order, place, count = counted_first(labels, ignore_index)
     valid = labels != ignore_index
-    packed = hidden.index_select(0, order).to(dtype)
+    packed = packed_rows(hidden, order, count, dtype)
     cast = can_cast(packed, weight, dtype)
     blocks = blocks_for(rows, dtype, cast or can_tma(packed, weight, dtype), tall=True, device=hidden.device)
     columns = cast_columns(width, dtype, blocks) if cast and blocks.tma else vocab
     slices, tiles = triton.cdiv(vocab, columns), triton.cdiv(min(columns, vocab), blocks.v)
     programs = programs_for(rows, tiles, blocks, hidden.device)
-    parts = torch.empty(5, slices, programs, blocks.n, dtype=torch.float32, device=hidden.device)
+    mark = below > 0 and is_markable(rows, blocks.n, dtype)
+    parts = torch.empty(6, slices, programs, blocks.n, dtype=torch.float32, device=hidden.device)
     best = torch.empty(slices if want_predicted else 0, programs, blocks.n, dtype=torch.int32, device=hidden.device)
     sorted_labels = labels[order]
+    target = label_logits(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
+    # one byte for each column and block of rows, until `marks_of` makes bits of them
+    flags = hidden.new_zeros(triton.cdiv(rows, MARKED_ROWS) if mark else 0, vocab, dtype=torch.int8)
+    hot, log_below = packed.new_zeros(0), math.log(below) if mark else 0.0
+    if mark:
+        hot = hot_reference(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
     with on(hidden.device):
         for i_slice in range(slices):
             first = i_slice * columns
@@ -252,20 +374,39 @@ def linear_ce_forward(
                 descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed,
                 descriptor(part, [blocks.v, blocks.h]) if blocks.tma else part,
                 bias if bias is not None else packed,
-                sorted_labels,
                 class_weight if class_weight is not None else packed,
-                count, parts, best, first, part.shape[0], i_slice, slices, tiles,
-                packed.stride(0), packed.stride(1), part.stride(0), part.stride(1), float(scale), float(softcap),
+                count, parts, best, flags, hot, first, part.shape[0], i_slice, slices, tiles,
+                packed.stride(0), packed.stride(1), part.stride(0), part.stride(1), vocab, log_below, rows,
+                float(scale), float(softcap),
                 H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h,
                 DTYPE=compute_dtype(dtype), PRECISION=precision(packed, dtype), TMA=blocks.tma,
                 HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
                 HAS_SMOOTHING=label_smoothing > 0, HAS_CLASS_WEIGHT=class_weight is not None,
-                WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, num_warps=blocks.warps, num_stages=blocks.stages,
+                WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, HOT=hot.shape[0] if mark else 0,
+                FAST=fast_exp(hidden.device, dtype),
+                num_warps=blocks.warps, num_stages=blocks.stages,
             )  # fmt: skip
         merged, top = merge_strips(
-            parts, best, parts[0], count, rows, tiles, blocks, label_smoothing > 0, want_entropy, want_predicted
+            parts,
+            best,
+            parts[0],
+            count,
+            rows,
+            tiles,
+            blocks,
+            label_smoothing > 0,
+            want_entropy,
+            want_predicted,
+            has_target=False,
+            marked=mark,
         )
-    max_, sum_, target, weighted, moment = merged[:, place]
+    marks = Marks.none(hidden, vocab, below)
+    if mark:
+        mark_labels(flags, sorted_labels)
+        marks = marks_of(flags, merged[1], merged[5], torch.exp(target - merged[0]), bound)
+    dropped = marks.dropped[place] if want_dropped else merged.new_zeros(0)
+    max_, sum_, _, weighted, moment, _ = merged[:, place]
+    target = target[place]
     loss, nll, lse = row_terms(
         max_, sum_, target, weighted if label_smoothing else None, labels, valid, class_weight, label_smoothing, z_loss,
         vocab,
@@ -276,7 +417,7 @@ def linear_ce_forward(
     predicted = labels.new_zeros(0)
     if want_predicted:
         predicted = torch.where(valid, top[place].to(torch.int64), ignore_index)
-    return loss, nll, lse, entropy, predicted
+    return loss, nll, lse, entropy, predicted, dropped, marks.words
 
 
 def merge_strips(
@@ -290,13 +431,16 @@ def merge_strips(
     smoothing: bool,
     want_entropy: bool,
     want_predicted: bool,
+    has_target: bool = True,
+    marked: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """((5, N) maximum, sum, label logit, weighted sum, moment; (N,) best) of the rows that count, 0 elsewhere."""
-    merged = torch.zeros(5, rows, dtype=torch.float32, device=parts.device)
+    """((6, N) maximum, sum, label logit, weighted sum, moment, kept; (N,) best) of the rows that count, else 0."""
+    merged = torch.zeros(6, rows, dtype=torch.float32, device=parts.device)
     top = torch.zeros(rows if want_predicted else 0, dtype=torch.int32, device=parts.device)
     _merge_kernel[(triton.cdiv(rows, blocks.n),)](
         parts, best, best_value, count, merged, top, rows, parts.shape[1], parts.shape[2], tiles, BLOCK_N=blocks.n,
         HAS_SMOOTHING=smoothing, WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted,
+        HAS_TARGET=has_target, MARKED=marked,
     )  # fmt: skip
     return merged, top
 

@@ -30,7 +30,7 @@ from ._common import (
 def _product_kernel(
     left,  # (M, K) descriptor, or (K, M) with TRANSPOSED
     right,  # (K, N) descriptor
-    out,  # (M, N) descriptor, with ADD of half tiles: (BLOCK_M, BLOCK_N / 2)
+    out,  # (M, N) descriptor, float32 with half tiles: (BLOCK_M, BLOCK_N / 2)
     count,  # () int64
     factor,  # () float32
     M,
@@ -43,9 +43,13 @@ def _product_kernel(
     DTYPE: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # then the sum over K, else the rows M, end at count
     ADD: tl.constexpr,
+    HALVES: tl.constexpr,
+    IF_ANY: tl.constexpr,  # leave the result as it is if there are no rows
 ):
     """``left @ right * factor`` into ``out``, or ``left @ right`` added to it; one program owns a tile."""
     n = tl.load(count).to(tl.int32)
+    if IF_ANY and n == 0:
+        return
     last = K
     tiles_m = tl.cdiv(M, BLOCK_M)
     if TRANSPOSED:
@@ -66,13 +70,19 @@ def _product_kernel(
                 b_out = tl.dot(left.load([i_k, i_m]).to(DTYPE).T, b_right, b_out)
             else:
                 b_out = tl.dot(left.load([i_m, i_k]).to(DTYPE), b_right, b_out)
-        if ADD:
-            # two halves, so that the float32 tile fits shared memory beside the operands; added by the copy engine
+        if not ADD:
+            b_out *= tl.load(factor)
+        if HALVES:
+            # so that the float32 tile fits shared memory beside the operands
             b_low, b_high = tl.split(tl.permute(tl.reshape(b_out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-            out.atomic_add([i_m, i_n], b_low)
-            out.atomic_add([i_m, i_n + BLOCK_N // 2], b_high)
+            if ADD:  # by the copy engine
+                out.atomic_add([i_m, i_n], b_low)
+                out.atomic_add([i_m, i_n + BLOCK_N // 2], b_high)
+            else:
+                out.store([i_m, i_n], b_low)
+                out.store([i_m, i_n + BLOCK_N // 2], b_high)
         else:
-            out.store([i_m, i_n], (b_out * tl.load(factor)).to(out.dtype))
+            out.store([i_m, i_n], b_out.to(out.dtype))
 
 
 def add_product(left: Tensor, right: Tensor, total: Tensor, count: Tensor, transposed: bool = False) -> None:
@@ -91,17 +101,17 @@ def store_product(
     count: Tensor,
     factor: Tensor,  # () float32
     transposed: bool = False,
+    if_any: bool = False,
 ) -> None:
-    """``out = left @ right * factor`` (or ``left.T @ right``); rows of ``left`` end at ``count``."""
-    if out.dtype.itemsize == 2 and _bulk(left, right, out):
-        _launch(left, right, out, count, factor, transposed, add=False)
+    """``out = left @ right * factor`` (or ``left.T @ right``); rows of ``left`` end at ``count``.
+
+    ``if_any`` leaves ``out`` as it is where there are none, instead of zeros.
+    """
+    if _bulk(left, right, out):
+        _launch(left, right, out, count, factor, transposed, add=False, if_any=if_any)
         return
-    if out.dtype == torch.float32 and not INTERPRETED and _bulk(left, right, out):
-        out.zero_()
-        _launch(left, right, out, count, factor, transposed, add=True)
-        out *= factor
-        return
-    out.copy_(library_product(left, right, transposed) * factor)
+    product = library_product(left, right, transposed) * factor
+    out.copy_(torch.where(count > 0, product, out) if if_any else product)
 
 
 def _bulk(left: Tensor, right: Tensor, out: Tensor) -> bool:
@@ -109,18 +119,26 @@ def _bulk(left: Tensor, right: Tensor, out: Tensor) -> bool:
 
 
 def _launch(
-    left: Tensor, right: Tensor, out: Tensor, count: Tensor, factor: Tensor, transposed: bool, add: bool
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    count: Tensor,
+    factor: Tensor,
+    transposed: bool,
+    add: bool,
+    if_any: bool = False,
 ) -> None:
     (rows, width), depth = out.shape, right.shape[0]
     blocks = blocks_for(rows, left.dtype, True, kernel="product_add" if add else "product_store", device=out.device)
     m, n, k = blocks.n, blocks.v, blocks.h
     grid = min(processors(out.device), triton.cdiv(rows, m) * triton.cdiv(width, n))
+    halves = out.dtype.itemsize == 4
     with on(out.device):
         _product_kernel[(grid,)](
             descriptor(left, [k, m] if transposed else [m, k]), descriptor(right, [k, n]),
-            descriptor(out, [m, n // 2 if add else n]), count, factor, rows, width, depth, grid,
+            descriptor(out, [m, n // 2 if halves else n]), count, factor, rows, width, depth, grid,
             BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, DTYPE=compute_dtype(left.dtype), TRANSPOSED=transposed, ADD=add,
-            num_warps=blocks.warps, num_stages=blocks.stages,
+            HALVES=halves, IF_ANY=if_any, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
 
 

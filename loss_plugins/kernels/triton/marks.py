@@ -1,0 +1,419 @@
+"""The forward says where the backward must look: which columns count for which block of rows.
+
+A trained softmax gives a probability that matters to few classes: at 2**-13, two columns in a hundred count for some
+row of a block of 128, and six of seven count for no row at all. The forward knows each logit, but not yet its row's
+log-sum-exp. Any part of the sum is at most the whole, so comparing with a part never misses an entry. The part is what
+the program has summed so far, or the sum over the classes that are some row's label (`hot_reference`), whichever is
+larger: at 2**-13 that marks 2.4 columns in a hundred of Gemma-3-270M's, of which 1.9 count in the end.
+
+`marks_of` bounds what a row loses: a block with a row that would lose more keeps every column.
+`listed` orders the columns by the blocks they count for, so that columns beside each other count for the same blocks,
+and lists them for the kernels of the backward, cut into rounds that fit the workspace. Everything is counted on the
+device; the host never waits.
+
+Letters: N rows, V vocabulary; a block is 128 rows, a tile 128 columns in that order, a pair a column that counts for a
+block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._common import compute_dtype, gathered, logits_tile, on, precision, processors, transform
+
+MARKED_ROWS = 128
+MOST_HOT = 4096
+MOST_PAIRS = 1 / 12
+"""From this share of all pairs on everything is computed, since the lists cost more than they save."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """``words`` (blocks, ceil(V / 32)) int32: bit ``v % 32`` of word ``v // 32`` says that column v counts for a block;
+    ``dropped`` (N,) float32: at most the probability that each row loses."""
+
+    words: Tensor
+    dropped: Tensor
+
+    @classmethod
+    def none(cls, hidden: Tensor, vocab: int, below: float) -> Marks:
+        """Where nothing is left out: no words, or all columns count if a filter was asked for."""
+        blocks = triton.cdiv(hidden.shape[0], MARKED_ROWS) if below > 0 else 0
+        words = torch.full((blocks, triton.cdiv(vocab, 32)), -1, dtype=torch.int32, device=hidden.device)
+        return cls(words, torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device))
+
+
+def is_markable(rows: int, block: int, dtype: torch.dtype) -> bool:
+    """Whether a filter pays: half types, whose products are large, and enough rows for the lists to cost little."""
+    return dtype.itemsize == 2 and block % MARKED_ROWS == 0 and rows >= 2 * MARKED_ROWS
+
+
+@triton.jit
+def _hot_kernel(
+    hidden,  # (N, H), rows that count first
+    weight,  # (V, H)
+    bias,
+    columns,  # (K,) int64
+    count,  # () int64, rows that count
+    hot_count,  # () int64, columns that are given
+    out,  # (STRIPS, N) float32
+    N,
+    hidden_row,
+    hidden_col,
+    weight_row,
+    weight_col,
+    scale,
+    softcap,
+    H: tl.constexpr,
+    STRIPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Log-sum-exp over some columns, each strip of them for itself."""
+    n = tl.load(count).to(tl.int32)
+    k = tl.load(hot_count).to(tl.int32)
+    i_n = tl.program_id(0) // STRIPS * BLOCK_N
+    i_strip = tl.program_id(0) % STRIPS
+    if i_n >= n:
+        return
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    m_n = o_n < n
+    rows = hidden + o_n.to(tl.int64)[:, None] * hidden_row
+    b_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BLOCK_N,), tl.float32)
+    tiles = tl.cdiv(k, BLOCK_V)
+    for i_tile in range((tiles * i_strip) // STRIPS, (tiles * (i_strip + 1)) // STRIPS):
+        o_k = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        m_k = o_k < k
+        o_v = tl.load(columns + o_k, mask=m_k, other=0)
+        b_z = logits_tile(
+            rows, weight + o_v[None, :] * weight_row, hidden_col, weight_col, 0, 0, m_n, m_k, H, BLOCK_N, BLOCK_V,
+            BLOCK_H, DTYPE, PRECISION, False,
+        )  # fmt: skip
+        b_z = transform(b_z, bias, o_v, m_k, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+        b_z = tl.where(m_k[None, :], b_z, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_z, 1))
+        b_anchor = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_sum = b_sum * tl.exp(b_max - b_anchor) + tl.sum(tl.exp(b_z - b_anchor[:, None]), 1)
+        b_max = b_new
+    # a strip without columns: -inf, but finite, so that sums of strips stay numbers
+    b_lse = tl.where(b_sum > 0, b_max + tl.log(b_sum), -1e30)
+    tl.store(out + i_strip * N + o_n, b_lse, mask=m_n)
+
+
+def hot_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    count: Tensor,
+    scale: float,
+    softcap: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(strips, N) log-sum-exp over the classes that are some row's label, the first `MOST_HOT` of them."""
+    (rows, width), vocab = hidden.shape, weight.shape[0]
+    weight = gathered(weight, dtype)
+    columns, hot_count = distinct(labels, min(MOST_HOT, rows, vocab))
+    height = triton.cdiv(rows, 128)
+    strips = max(1, min(8, processors(hidden.device) // height))
+    out = torch.empty(strips, rows, dtype=torch.float32, device=hidden.device)
+    with on(hidden.device):
+        _hot_kernel[(height * strips,)](
+            hidden, weight, bias if bias is not None else hidden, columns, count, hot_count, out, rows,
+            hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1), float(scale), float(softcap),
+            H=width, STRIPS=strips, BLOCK_N=128, BLOCK_V=128, BLOCK_H=64 if weight.dtype.itemsize == 2 else 32,
+            DTYPE=compute_dtype(dtype), PRECISION=precision(hidden, dtype), HAS_BIAS=bias is not None,
+            HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0, num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+def distinct(labels: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """((most,) the distinct labels at or above 0, the smallest first, then zeros; () how many)."""
+    ordered = labels.sort().values
+    is_new = ordered >= 0
+    is_new[1:] &= ordered[1:] != ordered[:-1]
+    place = is_new.cumsum(0) - 1
+    place = torch.where(is_new & (place < most), place, most)
+    columns = labels.new_zeros(most + 1).scatter_(0, place, ordered)
+    return columns[:most], is_new.sum().clamp_(max=most)
+
+
+def mark_labels(flags: Tensor, labels: Tensor) -> None:
+    """Mark every row's label, whose gradient is large where its probability is small. Rows that do not count have a
+    label outside the vocabulary."""
+    block = torch.arange(len(labels), device=labels.device) // MARKED_ROWS
+    counts = (labels >= 0) & (labels < flags.shape[1])
+    # a row without one marks what some row of its block marks anyway, or column 0
+    flags.view(-1).index_fill_(0, block * flags.shape[1] + torch.where(counts, labels, 0), 1)
+
+
+@triton.jit
+def _pack_kernel(
+    flags,  # (blocks, V) bytes
+    whole,  # (blocks,) bool, blocks that keep every column
+    words,  # (blocks, W) int32
+    pairs,  # (blocks, tiles) int32
+    V,
+    W,
+    BLOCK: tl.constexpr,
+):
+    i_b = tl.program_id(0).to(tl.int64)
+    o_w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    o_bit = tl.arange(0, 32)
+    o_v = o_w[:, None] * 32 + o_bit[None, :]
+    m_v = o_v < V
+    b_bit = tl.load(flags + i_b * V + o_v, mask=m_v, other=0).to(tl.int32)
+    b_bit = tl.where(m_v & tl.load(whole + i_b), 1, b_bit)
+    tl.store(words + i_b * W + o_w, tl.sum(b_bit << o_bit[None, :], 1), mask=o_w < W)
+    tl.store(pairs + i_b * tl.num_programs(1) + tl.program_id(1), tl.sum(b_bit))
+
+
+def marks_of(flags: Tensor, sums: Tensor, kept: Tensor, at_label: Tensor, bound: float) -> Marks:
+    """The marks, from the forward's bytes (blocks, V) and each row's sum, what of it counts, and its label's term.
+
+    A block keeps every column if one of its rows would lose more than ``bound``. All blocks do if the rows together
+    would lose more than a quarter of ``bound`` times the probability that is not their labels': the gradient is as large as
+    that, so a model that is nearly certain is computed exactly too. ``bound`` 1 never steps in. All terms are 0 in rows
+    that do not count.
+    """
+    (blocks, vocab), rows = flags.shape, len(sums)
+    words = torch.empty(blocks, triton.cdiv(vocab, 32), dtype=torch.int32, device=flags.device)
+    counted = sums != 0
+    # NaN (a poisoned row) must not pass for a small loss
+    lost = torch.where(counted, 1 - kept / sums, 0.0)
+    wrong = torch.where(counted, 1 - at_label / sums, 0.0)
+    lost_blocks = torch.nn.functional.pad(lost, (0, blocks * MARKED_ROWS - rows)).view(blocks, MARKED_ROWS)
+    whole = torch.zeros(blocks, dtype=torch.bool, device=flags.device)
+    if bound < 1:
+        whole = ~(lost_blocks.amax(1) <= bound) | ~(lost.sum() <= wrong.sum() * (bound / 4))
+    tiles = triton.cdiv(words.shape[1], 128)
+    pairs = torch.empty(blocks, tiles, dtype=torch.int32, device=flags.device)
+    with on(flags.device):
+        _pack_kernel[(blocks, tiles)](flags, whole, words, pairs, vocab, words.shape[1], BLOCK=128)
+    everything = whole | (pairs.sum() > most_pairs(blocks, vocab))
+    dropped = torch.where(everything[:, None], 0.0, lost_blocks).view(-1)[:rows]
+    return Marks(words, dropped)
+
+
+def most_pairs(blocks: int, vocab: int) -> int:
+    """How many pairs are listed; beyond that everything is computed."""
+    return int(blocks * vocab * MOST_PAIRS)
+
+
+@triton.jit
+def _order_kernel(
+    words,  # (blocks, W) int32
+    keys,  # (V,) int32
+    blocks,
+    V,
+    W,
+    BLOCK: tl.constexpr,
+):
+    """Sort keys of columns: the larger, the more blocks they count for; few blocks sort by the first and last."""
+    o_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_v = o_v < V
+    b_count = tl.zeros((BLOCK,), tl.int32)
+    b_first = tl.zeros((BLOCK,), tl.int32)
+    b_last = tl.zeros((BLOCK,), tl.int32)
+    for i_b in range(blocks):
+        b_bit = (tl.load(words + i_b * W + o_v // 32, mask=m_v, other=0) >> (o_v % 32)) & 1
+        b_first = tl.where((b_bit == 1) & (b_count == 0), i_b, b_first)
+        b_last = tl.where(b_bit == 1, i_b, b_last)
+        b_count += b_bit
+    b_near = (blocks - 1 - b_first) * blocks + blocks - b_last
+    b_often = blocks * blocks + b_count * blocks + blocks - 1 - b_first
+    b_key = tl.where(b_count * 8 >= blocks, b_often, b_near)
+    tl.store(keys + o_v, tl.where(b_count > 0, b_key, 0), mask=m_v)
+
+
+@triton.jit
+def _tile_kernel(
+    words,  # (blocks, W) int32
+    order,  # (V,) int64
+    keys,  # (V,) int32, in that order
+    bits,  # (tiles, blocks, 8) int32
+    block_of,  # (tiles, blocks) int32
+    live,  # (tiles,) int32
+    counts,  # (blocks, tiles) int32, zeros
+    blocks,
+    V,
+    W,
+    tiles,
+):
+    """For each tile: the blocks it counts for, and of each the columns that do: four words, and the columns before
+    each word."""
+    i_t = tl.program_id(0)
+    o_c = tl.arange(0, 128)
+    o_word = tl.arange(0, 4)
+    o_j = i_t * 128 + o_c
+    m_j = o_j < V
+    i_live = 0
+    if tl.max(tl.load(keys + o_j, mask=m_j, other=0)) > 0:
+        o_v = tl.load(order + o_j, mask=m_j, other=0).to(tl.int32)
+        for i_b in range(blocks):
+            b_bit = (tl.load(words + i_b * W + o_v // 32, mask=m_j, other=0) >> (o_v % 32)) & 1
+            here = tl.sum(b_bit)
+            b_bit = tl.reshape(b_bit, (4, 32))
+            b_count = tl.sum(b_bit, 1)
+            p_bits = bits + (i_t.to(tl.int64) * blocks + i_live) * 8 + o_word
+            tl.store(p_bits, tl.sum(b_bit << tl.arange(0, 32)[None, :], 1))
+            tl.store(p_bits + 4, tl.cumsum(b_count) - b_count)
+            tl.store(block_of + i_t.to(tl.int64) * blocks + i_live, i_b)
+            tl.store(counts + i_b * tiles + i_t, here)
+            i_live += tl.where(here > 0, 1, 0)
+    tl.store(live + i_t, i_live)
+
+
+@triton.jit
+def place_in_tile(bits, slot, o_c):
+    """(whether a column of a tile counts for a block, its place among those that do), from `_tile_kernel`'s words."""
+    b_word = tl.load(bits + slot * 8 + o_c // 32)
+    b_below = b_word & ((1 << (o_c % 32)) - 1)
+    b_below = b_below - ((b_below >> 1) & 0x55555555)
+    b_below = (b_below & 0x33333333) + ((b_below >> 2) & 0x33333333)
+    b_below = (b_below + (b_below >> 4)) & 0x0F0F0F0F
+    b_place = tl.load(bits + slot * 8 + 4 + o_c // 32) + ((b_below * 0x01010101) >> 24)
+    return ((b_word >> (o_c % 32)) & 1) == 1, b_place
+
+
+@triton.jit
+def _list_kernel(
+    order,  # (V,) int64
+    bits,  # (tiles, blocks, 8) int32
+    block_of,  # (tiles, blocks) int32
+    live,  # (tiles,) int32
+    begins,  # (blocks,) int64, where a block's columns begin
+    before,  # (blocks, tiles + 1) int64, pairs of a block in the tiles before
+    rounds,  # (tiles,) int64
+    round_before,  # (blocks, R + 1) int64, the same where a round begins
+    round_begins,  # (blocks, R) int64, where a block's vectors begin in the round's workspace
+    everything,  # () bool
+    columns,  # (pairs,) int32
+    base,  # (tiles, blocks) int32, where the vectors of a tile and block begin in the workspace
+    blocks,
+    V,
+    tiles,
+    R,
+):
+    i_t = tl.program_id(0)
+    if tl.load(everything):
+        return
+    o_c = tl.arange(0, 128)
+    o_j = i_t * 128 + o_c
+    o_v = tl.load(order + o_j, mask=o_j < V, other=0).to(tl.int32)
+    i_round = tl.load(rounds + i_t)
+    for i_live in range(tl.load(live + i_t)):
+        slot = i_t.to(tl.int64) * blocks + i_live
+        i_b = tl.load(block_of + slot).to(tl.int64)
+        m_c, b_place = place_in_tile(bits, slot, o_c)
+        i_before = tl.load(before + i_b * (tiles + 1) + i_t)
+        tl.store(columns + tl.load(begins + i_b) + i_before + b_place, o_v, mask=m_c)
+        i_base = tl.load(round_begins + i_b * R + i_round) + i_before - tl.load(round_before + i_b * (R + 1) + i_round)
+        tl.store(base + slot, i_base.to(tl.int32))
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What the kernels of the filtered backward walk. T tiles, B blocks, R rounds.
+
+    Attributes:
+        everything: () bool; then no round has any work, and all is to be computed.
+        used: () int64, how many rounds have any.
+        order: (V,) int64, the columns, those of most blocks first.
+        columns: (pairs,) int32, each block's columns.
+        bits: (T, B, 8) int32, which columns of a tile count for a block, see `place_in_tile`.
+        block_of: (T, B) int32, the blocks a tile counts for; ``live``: (T,) int32, how many.
+        base: (T, B) int32, where their vectors begin in the workspace.
+        edges: (R + 1,) int64, the first tile of each round.
+        lists: (B, R) int64, where a block's columns of a round begin in ``columns``.
+        vectors: (B, R) int64, where their vectors begin in the workspace.
+        sizes: (B, R) int64, how many.
+        chunks: (B + 1, R) int64, chunks of 128 of them, in the blocks before.
+    """
+
+    everything: Tensor
+    used: Tensor
+    order: Tensor
+    columns: Tensor
+    bits: Tensor
+    block_of: Tensor
+    live: Tensor
+    base: Tensor
+    edges: Tensor
+    lists: Tensor
+    vectors: Tensor
+    sizes: Tensor
+    chunks: Tensor
+
+    @property
+    def rounds(self) -> int:
+        return self.lists.shape[1]
+
+
+def listed(words: Tensor, vocab: int, capacity: int, ordered: bool) -> Lists:
+    """The lists of the marks ``words``, in rounds of at most ``capacity`` pairs.
+
+    ``ordered`` sorts the columns; what only walks a block's columns (dX) does not need it.
+    """
+    blocks, device = words.shape[0], words.device
+    tiles, most = triton.cdiv(vocab, 128), most_pairs(blocks, vocab)
+    # a round takes the tiles that begin inside its share, so the last one may exceed it by its own pairs
+    share = max(capacity - 128 * blocks, 128)
+    rounds = triton.cdiv(most, share)
+    keys = torch.empty(vocab, dtype=torch.int32, device=device)
+    with on(device):
+        _order_kernel[(triton.cdiv(vocab, 256),)](words, keys, blocks, vocab, words.shape[1], BLOCK=256, num_warps=4)
+    order = torch.arange(vocab, device=device)
+    if ordered:
+        keys, order = keys.sort(descending=True, stable=True)
+    bits = torch.empty(tiles, blocks, 8, dtype=torch.int32, device=device)
+    block_of = torch.empty(tiles, blocks, dtype=torch.int32, device=device)
+    live = torch.empty(tiles, dtype=torch.int32, device=device)
+    counts = torch.zeros(blocks, tiles, dtype=torch.int32, device=device)
+    with on(device):
+        _tile_kernel[(tiles,)](
+            words, order, keys, bits, block_of, live, counts, blocks, vocab, words.shape[1], tiles, num_warps=1
+        )
+    before = torch.zeros(blocks, tiles + 1, dtype=torch.int64, device=device)
+    torch.cumsum(counts, 1, out=before[:, 1:])
+    del counts
+    total = before.sum(0)
+    everything = total[-1] > most
+    edges = torch.searchsorted(total[:-1], torch.arange(rounds + 1, device=device) * share)
+    edges[-1:].fill_(tiles)  # an assignment would make the host wait
+    edges *= ~everything
+    round_before = before[:, edges]
+    sizes = round_before[:, 1:] - round_before[:, :-1]
+    begins = _exclusive(before[:, -1])
+    vectors = _exclusive(sizes)
+    chunks = torch.zeros(blocks + 1, rounds, dtype=torch.int64, device=device)
+    torch.cumsum((sizes + 127) // 128, 0, out=chunks[1:])
+    columns = torch.empty(most, dtype=torch.int32, device=device)
+    base = torch.empty(tiles, blocks, dtype=torch.int32, device=device)
+    with on(device):
+        _list_kernel[(tiles,)](
+            order, bits, block_of, live, begins, before, total[:-1] // share, round_before, vectors, everything,
+            columns, base, blocks, vocab, tiles, rounds, num_warps=1,
+        )  # fmt: skip
+    return Lists(
+        everything, (~everything * total[-1] + share - 1) // share, order, columns, bits, block_of, live, base, edges, begins[:, None] + round_before[:, :-1],
+        vectors, sizes, chunks,
+    )  # fmt: skip
+
+
+def _exclusive(sizes: Tensor) -> Tensor:
+    """Sums over the blocks before."""
+    return sizes.cumsum(0) - sizes

@@ -1,0 +1,78 @@
+"""The rows that carry a label first: ignored tokens then fill whole blocks at the end, which return at once.
+
+Letters: N rows, H hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._common import on
+
+
+def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(order, place, count): the rows that carry a label first, the inverse of that, and how many, all on the device,
+    so that the host never waits to learn it."""
+    counts = labels != ignore_index
+    before = counts.cumsum(0)
+    rows = torch.arange(len(labels), device=labels.device)
+    place = torch.where(counts, before - 1, before[-1] + rows - before)
+    return torch.empty_like(place).scatter_(0, place, rows), place, before[-1]
+
+
+@triton.jit(do_not_specialize=["N"])
+def _rows_kernel(
+    source,  # (N, H)
+    index,  # (N,) int64
+    count,  # () int64
+    factor,  # () float32
+    out,  # (N, H)
+    N,
+    source_row,
+    source_col,
+    H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    CLEAR: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+):
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    m_n, m_h = o_n < N, o_h < H
+    o_from = tl.load(index + o_n, mask=m_n, other=0)
+    m_from = m_n
+    if CLEAR:
+        m_from = o_n < tl.load(count)
+    p_from = source + o_from[:, None] * source_row + o_h[None, :].to(tl.int64) * source_col
+    b_rows = tl.load(p_from, mask=m_from[:, None] & m_h[None, :], other=0.0)
+    if HAS_FACTOR:
+        b_rows = b_rows.to(tl.float32) * tl.load(factor)
+    p_out = out + o_n.to(tl.int64)[:, None] * H + o_h[None, :]
+    tl.store(p_out, b_rows.to(out.dtype.element_ty), mask=m_n[:, None] & m_h[None, :])
+
+
+def packed_rows(hidden: Tensor, order: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
+    """(N, H) of ``dtype``: ``hidden[order]``, zeros behind the rows that count: a sum over rows ends inside a block, and
+    what lies there must be no NaN."""
+    return _moved(hidden, order, count, None, dtype)
+
+
+def unpacked_rows(total: Tensor, place: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """(N, H) of ``dtype``: ``total[place] * factor``."""
+    return _moved(total, place, place, factor, dtype)
+
+
+def _moved(source: Tensor, index: Tensor, count: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    rows, width = source.shape
+    out = torch.empty(rows, width, dtype=dtype, device=source.device)
+    block_n, block_h = 4, min(1024, triton.next_power_of_2(width))
+    with on(source.device):
+        _rows_kernel[(triton.cdiv(rows, block_n), triton.cdiv(width, block_h))](
+            source, index, count, count if factor is None else factor, out, rows, source.stride(0), source.stride(1),
+            H=width, BLOCK_N=block_n, BLOCK_H=block_h, CLEAR=factor is None, HAS_FACTOR=factor is not None,
+            num_warps=4,
+        )  # fmt: skip
+    return out
