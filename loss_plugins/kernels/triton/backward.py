@@ -182,7 +182,7 @@ def linear_ce_backward(
         )  # fmt: skip
         whole_hidden = count * everything if filter_hidden else count
         whole_weight = count * everything if filter_weight else count
-        if need_hidden and not filter_hidden or need_weight and not filter_weight:
+        if (need_hidden and not filter_hidden) or (need_weight and not filter_weight):
             seen = None  # the slices have work of their own
     _add_slices(
         packed, weight, bias, class_weight, row_data, (count, whole_hidden, whole_weight), unit, scale, softcap,

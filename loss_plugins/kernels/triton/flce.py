@@ -295,7 +295,8 @@ def _exp_chunk(
             descriptor(chunk, [blocks.n, blocks.v]), rows, vocab, tiles, float(scale), float(softcap), LIMIT,
             H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h, DTYPE=compute_dtype(hidden.dtype),
             HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
-            WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, FAST=fast_exp(device, hidden.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
+            WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, FAST=fast_exp(device, hidden.dtype),
+            num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
         (offset, other, target, _, moment, _), predicted = merge_strips(
             parts, best, best_value, count, rows, tiles, blocks, False, want_entropy, want_predicted

@@ -105,14 +105,9 @@ def _linear_ce_kernel(
     b_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     b_best = tl.zeros((BLOCK_N,), tl.int32)
     b_kept = tl.zeros((BLOCK_N,), tl.float32)
+    b_run = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     if HOT:
-        # rows that do not count have a reference out of reach, so they mark nothing
-        b_hot = tl.load(hot + o_n, mask=m_n, other=1e30)
-        for i_hot in tl.static_range(1, HOT):
-            b_more = tl.load(hot + i_hot * N + o_n, mask=m_n, other=0.0)
-            b_high = tl.maximum(b_hot, b_more)
-            b_hot = b_high + tl.log(1 + tl.exp(tl.minimum(b_hot, b_more) - b_high))
-            b_hot = tl.where(m_n, b_hot, 1e30)
+        b_hot = hot_of(hot, o_n, m_n, N, HOT)
     for i_tile in tl.range((tiles * i_strip) // strips, (tiles * (i_strip + 1)) // strips, flatten=TMA):
         o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
         m_v = o_v < V
@@ -134,7 +129,7 @@ def _linear_ce_kernel(
         if HOT:
             # what a row has summed so far, or over the hot columns, is at most its whole sum: no entry that counts is
             # missed, a few too many are marked
-            b_bar = tl.maximum(b_hot, b_max + tl.log(tl.maximum(b_sum, 1e-38))) + log_below
+            b_bar = tl.maximum(b_hot, b_run) + log_below
         b_tile_max = tl.max(b_z, 1)
         if WANT_BEST:
             b_tile_best = tl.argmax(b_z, 1) + first + i_tile * BLOCK_V
@@ -159,6 +154,7 @@ def _linear_ce_kernel(
             o_block = i_block * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
             p_mark = marks + o_block.to(tl.int64)[:, None] * marks_row + (first + o_v)[None, :]
             tl.store(p_mark, (b_margin >= 0).to(tl.int8), mask=(o_block * 128 < n)[:, None] & m_v[None, :])
+            b_run = b_new + tl.log(b_sum)
         b_max = b_new
 
     o_part = (i_slice * programs + tl.program_id(0)) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -174,6 +170,19 @@ def _linear_ce_kernel(
         tl.store(best + o_part, b_best)
     if HOT:
         tl.store(p_part + 5 * size, b_kept)
+
+
+@triton.jit
+def hot_of(hot, o_n, m_n, N, HOT: tl.constexpr):
+    """Log-sum-exp over the hot columns, from that of each strip of them. Rows that do not count have one out of reach,
+    so they mark nothing."""
+    b_hot = tl.load(hot + o_n, mask=m_n, other=1e30)
+    for i_hot in tl.static_range(1, HOT):
+        b_more = tl.load(hot + i_hot * N + o_n, mask=m_n, other=0.0)
+        b_high = tl.maximum(b_hot, b_more)
+        b_hot = b_high + tl.log(1 + tl.exp(tl.minimum(b_hot, b_more) - b_high))
+        b_hot = tl.where(m_n, b_hot, 1e30)
+    return b_hot
 
 
 @triton.jit
@@ -346,60 +355,24 @@ def linear_ce_forward(
     With ``below`` above 0 the backward leaves out columns in which no row of a block reaches that probability, unless
     a row of the block would lose more than ``bound``. ``dropped`` is at most what a row loses; marks: see `marks_of`.
     """
-    (rows, width), vocab = hidden.shape, weight.shape[0]
+    rows, vocab = hidden.shape[0], weight.shape[0]
     order, place, count = counted_first(labels, ignore_index)
     valid = labels != ignore_index
     packed = packed_rows(hidden, order, count, dtype)
-    cast = can_cast(packed, weight, dtype)
-    blocks = blocks_for(rows, dtype, cast or can_tma(packed, weight, dtype), tall=True, device=hidden.device)
-    columns = cast_columns(width, dtype, blocks) if cast and blocks.tma else vocab
-    slices, tiles = triton.cdiv(vocab, columns), triton.cdiv(min(columns, vocab), blocks.v)
-    programs = programs_for(rows, tiles, blocks, hidden.device)
+    readable = can_cast(packed, weight, dtype) or can_tma(packed, weight, dtype)
+    blocks = blocks_for(rows, dtype, readable, tall=True, device=hidden.device)
     mark = below > 0 and is_markable(rows, blocks.n, dtype)
-    parts = torch.empty(6, slices, programs, blocks.n, dtype=torch.float32, device=hidden.device)
-    best = torch.empty(slices if want_predicted else 0, programs, blocks.n, dtype=torch.int32, device=hidden.device)
     sorted_labels = labels[order]
     target = label_logits(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
     # one byte for each column and block of rows, until `marks_of` makes bits of them
     flags = hidden.new_zeros(triton.cdiv(rows, MARKED_ROWS) if mark else 0, vocab, dtype=torch.int8)
-    hot, log_below = packed.new_zeros(0), math.log(below) if mark else 0.0
+    hot = packed.new_zeros(0)
     if mark:
         hot = hot_reference(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
-    with on(hidden.device):
-        for i_slice in range(slices):
-            first = i_slice * columns
-            part = weight[first : first + columns]
-            part = part.to(dtype) if blocks.tma else part
-            _linear_ce_kernel[(programs,)](
-                descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed,
-                descriptor(part, [blocks.v, blocks.h]) if blocks.tma else part,
-                bias if bias is not None else packed,
-                class_weight if class_weight is not None else packed,
-                count, parts, best, flags, hot, first, part.shape[0], i_slice, slices, tiles,
-                packed.stride(0), packed.stride(1), part.stride(0), part.stride(1), vocab, log_below, rows,
-                float(scale), float(softcap),
-                H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h,
-                DTYPE=compute_dtype(dtype), PRECISION=precision(packed, dtype), TMA=blocks.tma,
-                HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
-                HAS_SMOOTHING=label_smoothing > 0, HAS_CLASS_WEIGHT=class_weight is not None,
-                WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, HOT=hot.shape[0] if mark else 0,
-                FAST=fast_exp(hidden.device, dtype),
-                num_warps=blocks.warps, num_stages=blocks.stages,
-            )  # fmt: skip
-        merged, top = merge_strips(
-            parts,
-            best,
-            parts[0],
-            count,
-            rows,
-            tiles,
-            blocks,
-            label_smoothing > 0,
-            want_entropy,
-            want_predicted,
-            has_target=False,
-            marked=mark,
-        )
+    merged, top = _row_sums(
+        packed, weight, bias, class_weight, count, blocks, scale, softcap, label_smoothing > 0, want_entropy,
+        want_predicted, flags, hot, math.log(below) if mark else 0.0,
+    )  # fmt: skip
     marks = Marks.none(hidden, vocab, below)
     if mark:
         mark_labels(flags, sorted_labels)
@@ -418,6 +391,57 @@ def linear_ce_forward(
     if want_predicted:
         predicted = torch.where(valid, top[place].to(torch.int64), ignore_index)
     return loss, nll, lse, entropy, predicted, dropped, marks.words
+
+
+def _row_sums(
+    packed: Tensor,  # (N, H), rows that count first
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    class_weight: Tensor | None,  # (V,)
+    count: Tensor,  # () int64
+    blocks: Blocks,
+    scale: float,
+    softcap: float,
+    smoothing: bool,
+    want_entropy: bool,
+    want_predicted: bool,
+    flags: Tensor,  # (blocks of 128 rows, V) int8, zeros, where marks are stored
+    hot: Tensor,  # (strips, N) float32, see `hot_reference`; (0,): no marks
+    log_below: float,
+) -> tuple[Tensor, Tensor]:
+    """The pass over the vocabulary: what `merge_strips` returns."""
+    (rows, width), vocab, dtype, device = packed.shape, weight.shape[0], packed.dtype, packed.device
+    mark = len(hot) > 0
+    cast = can_cast(packed, weight, dtype)
+    columns = cast_columns(width, dtype, blocks) if cast and blocks.tma else vocab
+    slices, tiles = triton.cdiv(vocab, columns), triton.cdiv(min(columns, vocab), blocks.v)
+    programs = programs_for(rows, tiles, blocks, device)
+    parts = torch.empty(6, slices, programs, blocks.n, dtype=torch.float32, device=device)
+    best = torch.empty(slices if want_predicted else 0, programs, blocks.n, dtype=torch.int32, device=device)
+    with on(device):
+        for i_slice in range(slices):
+            first = i_slice * columns
+            part = weight[first : first + columns]
+            part = part.to(dtype) if blocks.tma else part
+            _linear_ce_kernel[(programs,)](
+                descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed,
+                descriptor(part, [blocks.v, blocks.h]) if blocks.tma else part,
+                bias if bias is not None else packed,
+                class_weight if class_weight is not None else packed,
+                count, parts, best, flags, hot, first, part.shape[0], i_slice, slices, tiles,
+                packed.stride(0), packed.stride(1), part.stride(0), part.stride(1), vocab, log_below, rows,
+                float(scale), float(softcap),
+                H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h,
+                DTYPE=compute_dtype(dtype), PRECISION=precision(packed, dtype), TMA=blocks.tma,
+                HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
+                HAS_SMOOTHING=smoothing, HAS_CLASS_WEIGHT=class_weight is not None,
+                WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, HOT=len(hot), FAST=fast_exp(device, dtype),
+                num_warps=blocks.warps, num_stages=blocks.stages,
+            )  # fmt: skip
+        return merge_strips(
+            parts, best, parts[0], count, rows, tiles, blocks, smoothing, want_entropy, want_predicted,
+            has_target=False, marked=mark,
+        )  # fmt: skip
 
 
 def merge_strips(

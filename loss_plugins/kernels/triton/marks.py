@@ -185,9 +185,9 @@ def marks_of(flags: Tensor, sums: Tensor, kept: Tensor, at_label: Tensor, bound:
     """The marks, from the forward's bytes (blocks, V) and each row's sum, what of it counts, and its label's term.
 
     A block keeps every column if one of its rows would lose more than ``bound``. All blocks do if the rows together
-    would lose more than a quarter of ``bound`` times the probability that is not their labels': the gradient is as large as
-    that, so a model that is nearly certain is computed exactly too. ``bound`` 1 never steps in. All terms are 0 in rows
-    that do not count.
+    would lose more than a quarter of ``bound`` times the probability that is not their labels': the gradient is as
+    large as that, so a model that is nearly certain is computed exactly too. ``bound`` 1 never steps in. All terms are
+    0 in rows that do not count.
     """
     (blocks, vocab), rows = flags.shape, len(sums)
     words = torch.empty(blocks, triton.cdiv(vocab, 32), dtype=torch.int32, device=flags.device)
@@ -408,8 +408,9 @@ def listed(words: Tensor, vocab: int, capacity: int, ordered: bool) -> Lists:
             order, bits, block_of, live, begins, before, total[:-1] // share, round_before, vectors, everything,
             columns, base, blocks, vocab, tiles, rounds, num_warps=1,
         )  # fmt: skip
+    used = (~everything * total[-1] + share - 1) // share
     return Lists(
-        everything, (~everything * total[-1] + share - 1) // share, order, columns, bits, block_of, live, base, edges, begins[:, None] + round_before[:, :-1],
+        everything, used, order, columns, bits, block_of, live, base, edges, begins[:, None] + round_before[:, :-1],
         vectors, sizes, chunks,
     )  # fmt: skip
 

@@ -55,8 +55,8 @@ def _rows_kernel(
 
 
 def packed_rows(hidden: Tensor, order: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N, H) of ``dtype``: ``hidden[order]``, zeros behind the rows that count: a sum over rows ends inside a block, and
-    what lies there must be no NaN."""
+    """(N, H) of ``dtype``: ``hidden[order]``, zeros behind the rows that count: a sum over rows ends inside a block,
+    and what lies there must be no NaN."""
     return _moved(hidden, order, count, None, dtype)
 
 
