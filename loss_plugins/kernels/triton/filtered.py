@@ -23,11 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ._common import (
+    INTERPRETED,
     compute_dtype,
     descriptor,
     exp_difference,
     fast_exp,
     gathered,
+    has_bulk_copies,
+    is_bulk_readable,
     logits_tile,
     on,
     precision,
@@ -119,9 +122,9 @@ def _dx_kernel(
     vectors,  # (B, R) int64
     sizes,  # (B, R) int64
     chunks,  # (B + 1, R) int64
-    dz,  # (vectors, 128)
+    dz,  # (vectors, 128) descriptor or pointer, numbers everywhere
     sums,  # (chunks, 128) float32
-    total,  # (N, H) float32
+    total,  # (N, H) float32, descriptor of half tiles or pointer
     i_round,
     R,
     weight_row,
@@ -132,6 +135,7 @@ def _dx_kernel(
     BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """``dZ @ W`` over a block's columns, and what is missing to the row's sum on the mean row of W."""
     i_b = tl.program_id(0).to(tl.int64)
@@ -144,13 +148,18 @@ def _dx_kernel(
     m_h = o_h < H
     m_n = o_n < tl.load(count)
     p_columns = columns + tl.load(lists + i_b * R + i_round)
-    p_dz = dz + tl.load(vectors + i_b * R + i_round) * 128
+    i_vector = tl.load(vectors + i_b * R + i_round)
     b_out = tl.zeros((128, BLOCK_H), tl.float32)
     for i_k in range(0, size, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
         m_k = o_k < size
         o_v = tl.load(p_columns + o_k, mask=m_k, other=0).to(tl.int64)
-        b_dz = tl.load(p_dz + o_k[:, None] * 128 + o_r[None, :], mask=m_k[:, None], other=0.0)
+        if TMA:
+            # what is read past the block's own vectors meets zeros below
+            b_dz = dz.load([(i_vector + i_k).to(tl.int32), 0])
+        else:
+            p_dz = dz + (i_vector + o_k[:, None]) * 128 + o_r[None, :]
+            b_dz = tl.load(p_dz, mask=m_k[:, None], other=0.0)
         p_w = weight + o_v[:, None] * weight_row + o_h[None, :] * weight_col
         b_w = tl.load(p_w, mask=m_k[:, None] & m_h[None, :], other=0.0)
         b_out = tl.dot(b_dz.to(DTYPE).T, b_w.to(DTYPE), b_out, input_precision=PRECISION)
@@ -162,9 +171,16 @@ def _dx_kernel(
         b_whole = tl.load(coef_p + o_n, mask=m_n, other=0.0) - tl.load(coef_label + o_n, mask=m_n, other=0.0)
         b_missing += tl.where(tl.load(everything), 0.0, b_whole)
     b_out += (b_missing * scale)[:, None] * tl.load(mean + o_h, mask=m_h, other=0.0)[None, :]
-    p_out = total + o_n[:, None] * H + o_h[None, :]
-    m_out = m_n[:, None] & m_h[None, :]
-    tl.store(p_out, tl.load(p_out, mask=m_out, other=0.0) + b_out, mask=m_out)
+    if TMA:
+        # added by the copy engine, in halves that fit shared memory; nobody else adds to this tile meanwhile
+        b_low, b_high = tl.split(tl.permute(tl.reshape(b_out, (128, 2, BLOCK_H // 2)), (0, 2, 1)))
+        i_n, i_h = (i_b * 128).to(tl.int32), tl.program_id(1) * BLOCK_H
+        total.atomic_add([i_n, i_h], b_low)
+        total.atomic_add([i_n, i_h + BLOCK_H // 2], b_high)
+    else:
+        p_out = total + o_n[:, None] * H + o_h[None, :]
+        m_out = m_n[:, None] & m_h[None, :]
+        tl.store(p_out, tl.load(p_out, mask=m_out, other=0.0) + b_out, mask=m_out)
 
 
 @triton.jit(do_not_specialize=["i_round"])
@@ -207,7 +223,7 @@ def _dw_kernel(
         slot = i_t.to(tl.int64) * blocks
         n_live = tl.load(live + i_t)
         b_out = tl.zeros((128, BLOCK_H), tl.float32)
-        for i_step in range(0, n_live * STEPS):
+        for i_step in range(n_live * STEPS):
             i_live = i_step // STEPS
             i_b = tl.load(block_of + slot + i_live)
             m_c, b_place = place_in_tile(bits, slot + i_live, o_c)
@@ -248,13 +264,16 @@ def add_filtered(
     labels, lse, coef_p, coef_label = row_data
     weight = gathered(weight, packed.dtype)
     (rows, width), blocks = packed.shape, lists.lists.shape[0]
-    dz = torch.empty(capacity, MARKED_ROWS, dtype=packed.dtype, device=packed.device)
+    bulk = has_bulk_copies(packed.device) and is_bulk_readable(packed)
+    add_bulk = bulk and not INTERPRETED  # the interpreter's copies cannot add
+    dx, dw = (DX_BULK if add_bulk else DX), (DW_BULK if bulk else DW)
+    # numbers everywhere: a bulk copy reads past the vectors of a block
+    dz = torch.zeros(capacity, MARKED_ROWS, dtype=packed.dtype, device=packed.device)
     most_chunks = triton.cdiv(capacity, 128) + blocks
     sums = torch.empty(most_chunks, MARKED_ROWS, dtype=torch.float32, device=packed.device)
     mean = mean_row(weight) if d_hidden is not None else packed
-    half = weight.dtype.itemsize == 2
     common = {"DTYPE": compute_dtype(packed.dtype), "PRECISION": precision(packed, packed.dtype)}
-    programs = processors(packed.device) * PER
+    programs = processors(packed.device) * (1 if bulk else 2)
     for i_round in range(lists.rounds):
         if i_round > 0 and seen.rounds() <= i_round:
             break
@@ -263,29 +282,34 @@ def add_filtered(
                 packed, weight, bias if bias is not None else packed, labels, lse, coef_p, coef_label, count,
                 lists.columns, lists.lists, lists.vectors, lists.sizes, lists.chunks, dz, sums, blocks, i_round,
                 lists.rounds, packed.stride(0), packed.stride(1), weight.stride(0), weight.stride(1), float(scale),
-                float(softcap), H=width, BLOCK_H=64 if half else 32, BLOCKS=triton.next_power_of_2(blocks),
-                HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
-                FAST=fast_exp(packed.device, packed.dtype), **VEC, **common,
+                float(softcap), H=width, BLOCK_H=64 if weight.dtype.itemsize == 2 else 32,
+                BLOCKS=triton.next_power_of_2(blocks), HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0,
+                HAS_SOFTCAP=softcap != 0.0, FAST=fast_exp(packed.device, packed.dtype), num_warps=4, num_stages=3,
+                **common,
             )  # fmt: skip
             if d_hidden is not None:
-                _dx_kernel[(blocks, triton.cdiv(width, DX["BLOCK_H"]))](
+                _dx_kernel[(blocks, triton.cdiv(width, dx["BLOCK_H"]))](
                     weight, mean, coef_p, coef_label, count, lists.everything, lists.columns, lists.lists,
-                    lists.vectors, lists.sizes, lists.chunks, dz, sums, d_hidden, i_round, lists.rounds,
-                    weight.stride(0), weight.stride(1), float(scale), H=width, **DX, **common,
+                    lists.vectors, lists.sizes, lists.chunks,
+                    descriptor(dz, [dx["BLOCK_K"], MARKED_ROWS]) if add_bulk else dz, sums,
+                    descriptor(d_hidden, [MARKED_ROWS, dx["BLOCK_H"] // 2]) if add_bulk else d_hidden,
+                    i_round, lists.rounds, weight.stride(0), weight.stride(1), float(scale), H=width, TMA=add_bulk,
+                    **dx, **common,
                 )  # fmt: skip
             if d_weight is not None:
                 _dw_kernel[(programs,)](
-                    descriptor(packed, [DW["BLOCK_K"], DW["BLOCK_H"]]) if TMA else packed, dz, lists.order, lists.bits, lists.block_of, lists.live, lists.base, lists.edges, unit,
-                    d_weight, blocks, weight.shape[0], rows, i_round, programs, packed.stride(0), packed.stride(1),
-                    H=width, TMA=TMA, **DW, **common,
+                    descriptor(packed, [dw["BLOCK_K"], dw["BLOCK_H"]]) if bulk else packed, dz, lists.order,
+                    lists.bits, lists.block_of, lists.live, lists.base, lists.edges, unit, d_weight, blocks,
+                    weight.shape[0], rows, i_round, programs, packed.stride(0), packed.stride(1), H=width, TMA=bulk,
+                    **dw, **common,
                 )  # fmt: skip
 
 
-VEC = {"num_warps": 4, "num_stages": 3}
+# the fastest of those tried on an H200; a gathered operand wants more loads under way than a dense one
 DX = {"BLOCK_H": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
+DX_BULK = {"BLOCK_H": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 6}
 DW = {"BLOCK_H": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 6}
-PER = 2
-TMA = False
+DW_BULK = {"BLOCK_H": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 8}
 
 
 class Seen:
