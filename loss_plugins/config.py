@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import ConfigError, unknown_name
 
-STATISTICS = ("accuracy", "entropy")
+STATISTICS = ("accuracy", "entropy", "dropped")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ class LossConfig:
     )
     loss_statistics: list[str] | None = field(
         default=None,
-        metadata={"help": "Extra numbers to log from the same pass, without logits: accuracy, entropy."},
+        metadata={
+            "help": "Extra numbers to log from the same pass, without logits: accuracy, entropy, and dropped, the share of "
+            "probability that cce's filter left out."
+        },
     )
 
     def __post_init__(self) -> None:

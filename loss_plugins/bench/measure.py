@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import free_bytes
+from ..device import DeviceProfile, free_bytes
 from ..diagnostics.memory import PeakMeter
 from ..strategies import Problem, chosen_by_auto, forget_choices
 from .contenders import Contender
@@ -111,10 +111,11 @@ class Step:
 
     def problem(self) -> Problem:
         """The loss as numbers; rows that carry no label count too."""
-        return Problem(
+        problem = Problem(
             len(self.hidden), self.hidden.shape[1], len(self.weight), self.hidden.dtype,
             needs_hidden=self.hidden.requires_grad, needs_weight=self.weight.requires_grad,
         )  # fmt: skip
+        return problem.on(DeviceProfile.probe(self.hidden.device))
 
 
 def run(

@@ -64,7 +64,7 @@ def peaks(problem: Any, profile: Any) -> list[dict[str, Any]]:
         found.append(
             {
                 "strategy": name,
-                "peak_bytes": plan.strategy.peak_bytes(problem, plan.options),
+                "peak_bytes": plan.strategy.peak_bytes(problem.on(profile), plan.options),
                 "kernels": plan.strategy.kernels(profile, plan.options),
             }
         )

@@ -352,7 +352,8 @@ class PatchHandle:
         fields = tuple(self.config.loss_statistics or ())
         name, options = self.config.loss_strategy, self.config.loss_options
         parsed = None if name == "auto" else _parsed(name, options)
-        return (*fields, "dropped") if any(getattr(parsed, "thresholds", ())) else fields
+        is_asked = getattr(parsed, "is_filter_asked", False) and "dropped" not in fields
+        return (*fields, "dropped") if is_asked else fields
 
     def _outer(self, model: nn.Module) -> nn.Module | None:
         owner = model.get_submodule(self.head_path) if self.head_path else model

@@ -6,7 +6,7 @@ Letters: N rows (tokens), H hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,6 +60,12 @@ class Problem:
     """False for ``reduction="none"``."""
     module: bool = False
     """The head is a module to be called, not a weight to be multiplied."""
+    triton: bool = False
+    """Triton kernels compute wherever the options leave that open, see `on`."""
+
+    def on(self, profile: DeviceProfile) -> Problem:
+        """The same on a device, so that `peak_bytes` can tell whose kernels will run there."""
+        return replace(self, triton=profile.can_triton and not profile.interpreted and self.dtype != torch.float64)
 
     @property
     def differentiable(self) -> bool:

@@ -174,7 +174,7 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
         candidate, parsed = _prepared(name, options)
         why_not = candidate.check(problem, profile, parsed)
         if why_not is None and free is not None:
-            peak = candidate.peak_bytes(problem, parsed)
+            peak = candidate.peak_bytes(problem.on(profile), parsed)
             if peak > 0.9 * free and name != order[-1][0]:
                 why_not = f"it needs {peak / MIB:.0f} MiB and {free / MIB:.0f} MiB are free"
         if why_not is None:

@@ -22,6 +22,8 @@ from ._recompute import recomputed
 
 AUTO_FILTER = 2.0**-12
 AUTO_BOUND = 0.5
+FEWEST_ROWS = 256
+"""With fewer the lists of columns cost more than they save; `kernels/triton/marks.py` marks nothing then."""
 
 # name -> (filter dX, filter dW); every preset sums in float32
 PRESETS = {
@@ -78,6 +80,11 @@ class CceOptions:
         hidden, weight = PRESETS[self.preset]
         return below * hidden, below * weight
 
+    @property
+    def is_filter_asked(self) -> bool:
+        """Whether a probability was given, below which columns are left out wherever this runs."""
+        return not isinstance(self.filter, str)
+
 
 class Cce:
     name = "cce"
@@ -90,6 +97,9 @@ class Cce:
         return no_triton(options.kernels, problem, profile)
 
     def peak_bytes(self, problem: Problem, options: CceOptions) -> int:
+        on_triton = options.kernels == "triton" or (options.kernels == "auto" and problem.triton)
+        if on_triton and problem.dtype != torch.float64:
+            return _triton_bytes(problem, options, self.tile_bytes(problem, options))
         size = problem.accumulator.itemsize
         tile = min(self.tile_bytes(problem, options), problem.logits_bytes)
         peak = problem.gradient_bytes + tile * 3
@@ -110,8 +120,7 @@ class Cce:
         """(forward, backward): the folders of kernels that compute here."""
         backend = backend_for(options.kernels, profile, dtype)
         # what was asked for by number is left out, by torch's kernels where Triton's cannot
-        asked = not isinstance(options.filter, str) and any(options.thresholds)
-        return backend, "torch" if asked and not _marks(backend, profile, dtype) else backend
+        return backend, "torch" if options.is_filter_asked and not _marks(backend, profile, dtype) else backend
 
     def kernels(self, profile: DeviceProfile, options: CceOptions) -> str:
         forward, backward = self.backends(profile, options)
@@ -120,20 +129,50 @@ class Cce:
     def __call__(self, rows: Rows, options: CceOptions, profile: DeviceProfile) -> RowLoss:
         problem = rows.problem()
         forward, backward = self.backends(profile, options, rows.dtype)
+        filter_hidden, filter_weight = self._filters(rows, problem, options, _marks(backward, profile, rows.dtype))
+        bound = 1.0 if options.is_filter_asked else AUTO_BOUND
+        return recomputed(
+            rows, self.tile_bytes(problem, options), filter_hidden, filter_weight, forward, backward, bound
+        )
+
+    def _filters(self, rows: Rows, problem: Problem, options: CceOptions, marks: bool) -> tuple[float, float]:
+        """The thresholds of the options, 0 where nothing will be left out, so that nothing is marked for it either."""
         filter_hidden, filter_weight = options.thresholds
-        bound = 1.0
-        if options.filter == "auto":
-            bound = AUTO_BOUND
-            if rows.label_smoothing or not _marks(backward, profile, rows.dtype):
-                filter_hidden = filter_weight = 0.0
-        elif rows.label_smoothing and (filter_hidden or filter_weight):
+        if options.is_filter_asked and rows.label_smoothing:
             raise ConfigError(
                 f"filter={options.filter!r} and label_smoothing={rows.label_smoothing:g} were both asked for, but "
                 "smoothing pulls on every column, so none is negligible. Use filter: auto or off, or no smoothing."
             )
-        return recomputed(
-            rows, self.tile_bytes(problem, options), filter_hidden, filter_weight, forward, backward, bound
-        )
+        if not marks:  # torch's kernels look for themselves
+            return (filter_hidden, filter_weight) if options.is_filter_asked else (0.0, 0.0)
+        needs_bias = torch.is_grad_enabled() and rows.bias is not None and rows.bias.requires_grad
+        if rows.label_smoothing or needs_bias or problem.rows < FEWEST_ROWS:
+            return 0.0, 0.0
+        return filter_hidden * problem.needs_hidden, filter_weight * problem.needs_weight
+
+
+def _triton_bytes(problem: Problem, options: CceOptions, workspace: int) -> int:
+    """`Cce.peak_bytes` of the Triton kernels, as `kernels/triton/backward.py` divides the workspace."""
+    rows, size, blocks = problem.rows, problem.dtype.itemsize, -(-problem.rows // 128)
+    packed = rows * problem.hidden * size  # a copy of the rows, those that count first
+    marks = any(options.thresholds) and size == 2 and rows >= FEWEST_ROWS
+    # six numbers a program and row, and a byte for each column and block until bits are made of them
+    forward = packed + max(blocks, 132) * 128 * 24 + blocks * problem.vocab * marks
+    if not problem.differentiable:
+        return forward
+    total = rows * problem.hidden * 4 * problem.needs_hidden  # dX in float32
+    columns = min(max((workspace - total - (8 << 20)) // (rows * size), 2048), problem.vocab)
+    work = rows * columns * size  # a slice of dZ; further ones lie in dW
+    if problem.weight_dtype not in (None, problem.dtype):
+        work += columns * problem.hidden * size  # its part of the head, cast
+    if marks:
+        lists = blocks * problem.vocab
+        least = max(1 << 17, 256 * blocks)
+        vectors = max((workspace - total - lists) // (128 * size), least)
+        work = max(work, lists + min(vectors, lists // 12 + 256 * blocks) * 128 * size)
+    # the copy of the rows is gone when dX is rounded
+    copied = packed if not problem.needs_hidden else 0
+    return max(forward, problem.gradient_bytes + total + work + copied)
 
 
 def _marks(backend: str, profile: DeviceProfile, dtype: torch.dtype | None) -> bool:

@@ -227,6 +227,11 @@ def test_statistics_have_only_what_was_asked_for() -> None:
     with patch_model(model, config) as handle:
         model(**batch())
         assert handle.statistics.pop().keys() == {"valid_fraction", "dropped"}
+    config = LossConfig("cce", loss_statistics=["dropped"])
+    with patch_model(model, config) as handle:
+        model(**batch())
+        read = handle.statistics.pop()
+        assert read.keys() == {"valid_fraction", "dropped"} and read["dropped"] == 0.0  # auto is exact on a CPU
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -228,3 +228,57 @@ def test_a_filter_given_as_yaml_off():
     assert select("cce", options, problem(), CPU).options.filter == "off"
     with pytest.raises(ConfigError):
         select("cce", {"filter": True}, problem(), CPU)
+
+
+FILTERED = {"rows": 300, "dtype": torch.bfloat16, "options": {}, "profile": H200}
+BOTH = (2.0**-12, 2.0**-12)
+FILTERS = {
+    "auto": ({}, BOTH, 0.5),
+    "off": ({"options": {"filter": "off"}}, (0, 0), 0.5),
+    "a number": ({"options": {"filter": 1e-3}}, (1e-3, 1e-3), 1.0),
+    "full c": ({"options": {"preset": "cce_kahan_full_c"}}, (2.0**-12, 0), 0.5),
+    "full e": ({"options": {"preset": "cce_kahan_full_e"}}, (0, 2.0**-12), 0.5),
+    "exact": ({"options": {"preset": "cce_exact"}}, (0, 0), 0.5),
+    "float32": ({"dtype": torch.float32}, (0, 0), 0.5),
+    "few rows": ({"rows": 255}, (0, 0), 0.5),
+    "smoothing": ({"label_smoothing": 0.1}, (0, 0), 0.5),
+    "a bias that is trained": ({"bias": True}, (0, 0), 0.5),
+    "a bias that is not": ({"bias": False}, BOTH, 0.5),
+    "frozen trunk": ({"needs": (False, True)}, (0, 2.0**-12), 0.5),
+    "frozen head": ({"needs": (True, False)}, (2.0**-12, 0), 0.5),
+    "frozen trunk, full c": ({"needs": (False, True), "options": {"preset": "cce_kahan_full_c"}}, (0, 0), 0.5),
+    "no gradient": ({"needs": (False, False)}, (0, 0), 0.5),
+    "no bulk copies": ({"profile": DeviceProfile("cuda", "A100", (8, 0), has_triton=True)}, (0, 0), 0.5),
+    "no bulk copies, a number": (
+        {"profile": DeviceProfile("cuda", "A100", (8, 0), has_triton=True), "options": {"filter": 1e-3}},
+        (1e-3, 1e-3),
+        1.0,
+    ),
+    "torch's kernels": ({"options": {"kernels": "torch"}}, (0, 0), 0.5),
+    "CPU": ({"profile": CPU}, (0, 0), 0.5),
+    "CPU, a number": ({"profile": CPU, "options": {"filter": 1e-3}}, (1e-3, 1e-3), 1.0),
+}
+
+
+@pytest.mark.parametrize(("case", "thresholds", "bound"), FILTERS.values(), ids=FILTERS.keys())
+def test_what_may_be_left_out(case, thresholds, bound, monkeypatch):
+    """What cce asks of its kernels: nothing is marked where nothing would be left out."""
+    from loss_plugins.strategies import Rows, cce
+
+    case = {"needs": (True, True), "bias": None, "label_smoothing": 0.0, **FILTERED, **case}
+    asked = []
+    monkeypatch.setattr(cce, "recomputed", lambda rows, *arguments: asked.append(arguments))
+    hidden, weight = (torch.zeros(n, 8, dtype=case["dtype"]) for n in (case["rows"], 50))
+    bias = None if case["bias"] is None else torch.zeros(50, dtype=case["dtype"]).requires_grad_(case["bias"])
+    rows = Rows(
+        hidden.requires_grad_(case["needs"][0]), weight.requires_grad_(case["needs"][1]), bias,
+        torch.zeros(case["rows"], dtype=torch.int64), 50, torch.ones(case["rows"]), case["dtype"],
+        label_smoothing=case["label_smoothing"],
+    )  # fmt: skip
+    cce.STRATEGY(rows, cce.CceOptions(**case["options"]), case["profile"])
+    ((_, filter_hidden, filter_weight, forward, backward, filter_bound),) = asked
+    assert (filter_hidden, filter_weight) == thresholds and filter_bound == bound
+    # what Triton's kernels do not leave out here, torch's do
+    on_torch = case["profile"] is CPU or case["options"].get("kernels") == "torch"
+    assert forward == ("torch" if on_torch else "triton")
+    assert backward == ("torch" if on_torch or (bound == 1 and case["profile"].name == "A100") else "triton")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from loss_plugins import linear_cross_entropy
+from loss_plugins.device import DeviceProfile
 from loss_plugins.diagnostics.memory import PeakMeter
 from loss_plugins.strategies import STRATEGIES, Problem, select_on
 
@@ -41,7 +42,7 @@ def measured(strategy, dtype, train_hidden=True, train_weight=True, reduction="m
 def test_the_closed_form_is_what_is_allocated(strategy, dtype, train_hidden, train_weight, device):
     problem = Problem(ROWS, WIDTH, VOCAB, dtype, needs_hidden=train_hidden, needs_weight=train_weight)
     plan = select_on(strategy, WORKSPACE[strategy], problem, torch.device(device))
-    expected = plan.strategy.peak_bytes(problem, plan.options)
+    expected = plan.strategy.peak_bytes(problem.on(DeviceProfile.probe(device)), plan.options)
     got = measured(strategy, dtype, train_hidden, train_weight, options=WORKSPACE[strategy], device=device)
     # per-row numbers and labels are left out of the closed form
     assert got <= 1.15 * expected + 64 * ROWS * 8, f"{got / 2**20:.2f} MiB, promised {expected / 2**20:.2f}"
@@ -52,6 +53,27 @@ def test_the_closed_form_is_what_is_allocated(strategy, dtype, train_hidden, tra
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_less_than_a_third_of_naive(strategy, dtype):
     assert measured(strategy, dtype, options=WORKSPACE[strategy]) < measured("naive", dtype) / 3
+
+
+@pytest.mark.parametrize("options", [{}, {"filter": "off"}, {"filter": 1e-3}, {"preset": "cce_kahan_full_c"}], ids=str)
+@pytest.mark.parametrize(("hidden", "vocab"), [(2304, 256_000), (4096, 128_256), (640, 262_144)])
+def test_triton_keeps_to_the_workspace(hidden, vocab, options):
+    """8192 tokens: what stands beside the gradients is 128 MiB, where dX in float32 leaves room for the least slice."""
+    problem = Problem(8192, hidden, vocab, torch.bfloat16)
+    cce = STRATEGIES.get("cce")
+    peak = cce.peak_bytes(problem, cce.Options(kernels="triton", **options)) - problem.gradient_bytes
+    room = max(128 << 20, (8192 * hidden * 4) + (64 << 20))
+    assert 0.7 * (128 << 20) < peak <= room
+
+
+def test_the_devices_kernels_make_the_closed_form():
+    problem, cce = Problem(8192, 2304, 256_000, torch.bfloat16), STRATEGIES.get("cce")
+    h200 = DeviceProfile("cuda", "NVIDIA H200", (9, 0), has_triton=True)
+    by = {kernels: cce.peak_bytes(problem, cce.Options(kernels=kernels)) for kernels in ("auto", "torch", "triton")}
+    assert by["auto"] == by["torch"] != by["triton"]
+    assert cce.peak_bytes(problem.on(h200), cce.Options()) == by["triton"]
+    assert cce.peak_bytes(problem.on(h200), cce.Options(kernels="torch")) == by["torch"]
+    assert problem.on(DeviceProfile("cpu", has_triton=True, interpreted=True)) == problem
 
 
 def test_per_token_losses_hold_no_logits():

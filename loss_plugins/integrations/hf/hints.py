@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...device import DeviceProfile
 from ...diagnostics.memory import MIB
 from ...errors import LossPluginError
 from ...strategies import STRATEGIES, Problem
@@ -28,6 +29,7 @@ def memory_hint(model: Any, inputs: Mapping[str, Any], strategy: str) -> str:
         return f"loss_plugins: the loss was computed with loss_strategy {strategy!r}; 'cce' needs the least memory."
     dtype = getattr(model, "dtype", None)
     problem = Problem(labels.numel(), hidden, vocab, **({} if dtype is None else {"dtype": dtype}))
+    problem = problem.on(DeviceProfile.probe(labels.device))
     peaks = {}
     for name in STRATEGIES.builtin():
         entry = STRATEGIES.get(name)
