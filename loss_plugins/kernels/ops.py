@@ -250,7 +250,7 @@ def _(
 
 def _flce_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:4])
-    ctx.inputs = len(inputs)
+    ctx.inputs, ctx.kernels = len(inputs), inputs[-1]
     ctx.set_materialize_grads(False)
 
 
@@ -260,24 +260,22 @@ def _flce_grad(ctx: Any, grad_total: Tensor | None, *others: Tensor | None) -> t
         return (None, None, None, *unused)
     # out of place: a second backward over a retained graph must find the same numbers
     scaled = [
-        _scaled(saved, grad_total) if need else None
+        _scaled(saved, grad_total, ctx.kernels) if need else None
         for saved, need in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
     ]
     return (*scaled, *unused)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::scaled", mutates_args=())
-def _scaled(saved: Tensor, factor: Tensor) -> Tensor:
+def _scaled(saved: Tensor, factor: Tensor, kernels: str) -> Tensor:
     """``saved * factor`` in the type of ``saved``. An operator without autograd, so that a second derivative through
     gradients that were computed in the forward is an error and not a wrong number."""
-    if saved.dtype.itemsize >= 4 or not saved.is_cuda:
-        return saved * factor.to(torch.promote_types(saved.dtype, torch.float32))
-    # a GPU would round a 0-d factor to the half type first, 65536 to infinity; one of one axis stays float32
-    return torch.mul(saved, factor.reshape(1).float(), out=torch.empty_like(saved))
+    scaled: Tensor = backend(kernels).scaled(saved, factor)
+    return scaled
 
 
 @_scaled.register_fake
-def _(saved: Tensor, factor: Tensor) -> Tensor:
+def _(saved: Tensor, factor: Tensor, kernels: str) -> Tensor:
     return torch.empty_like(saved)
 
 

@@ -104,3 +104,11 @@ def flce_forward(
         entropy,
         predicted,
     )
+
+
+def scaled(saved: Tensor, factor: Tensor) -> Tensor:
+    """``saved * factor`` in the type of ``saved``, rounded once."""
+    if saved.dtype.itemsize >= 4 or not saved.is_cuda:
+        return saved * factor.to(torch.promote_types(saved.dtype, torch.float32))
+    # a GPU would round a 0-d factor to the half type first, 65536 to infinity; one of one axis stays float32
+    return torch.mul(saved, factor.reshape(1).float(), out=torch.empty_like(saved))

@@ -125,7 +125,7 @@ def hot_reference(
     """(strips, N) log-sum-exp over the classes that are some row's label, the first `MOST_HOT` of them."""
     (rows, width), vocab = hidden.shape, weight.shape[0]
     weight = gathered(weight, dtype)
-    columns, hot_count = distinct(labels, min(MOST_HOT, rows, vocab))
+    columns, hot_count = distinct(labels, min(MOST_HOT, rows, vocab), vocab)
     height = triton.cdiv(rows, 128)
     strips = max(1, min(8, processors(hidden.device) // height))
     out = torch.empty(strips, rows, dtype=torch.float32, device=hidden.device)
@@ -140,10 +140,10 @@ def hot_reference(
     return out
 
 
-def distinct(labels: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """((most,) the distinct labels at or above 0, the smallest first, then zeros; () how many)."""
+def distinct(labels: Tensor, most: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """((most,) the distinct labels inside the vocabulary, the smallest first, then zeros; () how many)."""
     ordered = labels.sort().values
-    is_new = ordered >= 0
+    is_new = (ordered >= 0) & (ordered < vocab)
     is_new[1:] &= ordered[1:] != ordered[:-1]
     place = is_new.cumsum(0) - 1
     place = torch.where(is_new & (place < most), place, most)

@@ -8,6 +8,8 @@ are zero.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from torch import Tensor
 from .._matmul import matmul
 from ._common import (
     INTERPRETED,
+    Blocks,
     blocks_for,
     compute_dtype,
     descriptor,
@@ -129,7 +132,7 @@ def _launch(
     if_any: bool = False,
 ) -> None:
     (rows, width), depth = out.shape, right.shape[0]
-    blocks = blocks_for(rows, left.dtype, True, kernel="product_add" if add else "product_store", device=out.device)
+    blocks = _blocks(rows, width, left.dtype, add, out.device)
     m, n, k = blocks.n, blocks.v, blocks.h
     grid = min(processors(out.device), triton.cdiv(rows, m) * triton.cdiv(width, n))
     halves = out.dtype.itemsize == 4
@@ -140,6 +143,21 @@ def _launch(
             BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, DTYPE=compute_dtype(left.dtype), TRANSPOSED=transposed, ADD=add,
             HALVES=halves, IF_ANY=if_any, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
+
+
+def _blocks(rows: int, width: int, dtype: torch.dtype, add: bool, device: torch.device) -> Blocks:
+    """The tile of the files, or half of it where that leaves so much less of the device and of the last tile idle that
+    its own slower rate is made up for."""
+    whole = blocks_for(rows, dtype, True, kernel="product_add" if add else "product_store", device=device)
+    half = replace(whole, v=whole.v // 2, warps=max(whole.warps // 2, 4), stages=whole.stages + 1)
+    slots = processors(device)
+
+    def use(blocks: Blocks) -> float:
+        strips = -(-width // blocks.v)
+        tiles = -(-rows // blocks.n) * strips
+        return tiles / (-(-tiles // slots) * slots) * width / (strips * blocks.v)
+
+    return half if whole.v > 128 and use(half) > 1.08 * use(whole) else whole
 
 
 def library_product(left: Tensor, right: Tensor, transposed: bool) -> Tensor:

@@ -76,3 +76,25 @@ def _moved(source: Tensor, index: Tensor, count: Tensor, factor: Tensor | None, 
             num_warps=4,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _scale_kernel(
+    source,
+    factor,  # () float32
+    out,
+    size,
+    BLOCK: tl.constexpr,
+):
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_out = tl.load(source + o, mask=o < size).to(tl.float32) * tl.load(factor)
+    tl.store(out + o, b_out.to(out.dtype.element_ty), mask=o < size)
+
+
+def scaled(saved: Tensor, factor: Tensor) -> Tensor:
+    """``saved * factor`` in the type of ``saved``, rounded once."""
+    saved = saved.contiguous()
+    out = torch.empty_like(saved)
+    with on(saved.device):
+        _scale_kernel[(triton.cdiv(saved.numel(), 4096),)](saved, factor.float(), out, saved.numel(), BLOCK=4096)
+    return out
