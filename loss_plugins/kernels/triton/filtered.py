@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ._common import (
     INTERPRETED,
+    blocks_for,
     compute_dtype,
     descriptor,
     exp_difference,
@@ -266,7 +267,8 @@ def add_filtered(
     (rows, width), blocks = packed.shape, lists.lists.shape[0]
     bulk = has_bulk_copies(packed.device) and is_bulk_readable(packed)
     add_bulk = bulk and not INTERPRETED  # the interpreter's copies cannot add
-    dx, dw = (DX_BULK if add_bulk else DX), (DW_BULK if bulk else DW)
+    dx = blocks_for(rows, packed.dtype, add_bulk, kernel="filtered_dx", device=packed.device)
+    dw = blocks_for(rows, packed.dtype, bulk, kernel="filtered_dw", device=packed.device)
     # numbers everywhere: a bulk copy reads past the vectors of a block
     dz = torch.zeros(capacity, MARKED_ROWS, dtype=packed.dtype, device=packed.device)
     most_chunks = triton.cdiv(capacity, 128) + blocks
@@ -288,28 +290,21 @@ def add_filtered(
                 **common,
             )  # fmt: skip
             if d_hidden is not None:
-                _dx_kernel[(blocks, triton.cdiv(width, dx["BLOCK_H"]))](
+                _dx_kernel[(blocks, triton.cdiv(width, dx.v))](
                     weight, mean, coef_p, coef_label, count, lists.everything, lists.columns, lists.lists,
                     lists.vectors, lists.sizes, lists.chunks,
-                    descriptor(dz, [dx["BLOCK_K"], MARKED_ROWS]) if add_bulk else dz, sums,
-                    descriptor(d_hidden, [MARKED_ROWS, dx["BLOCK_H"] // 2]) if add_bulk else d_hidden,
+                    descriptor(dz, [dx.h, MARKED_ROWS]) if add_bulk else dz, sums,
+                    descriptor(d_hidden, [MARKED_ROWS, dx.v // 2]) if add_bulk else d_hidden,
                     i_round, lists.rounds, weight.stride(0), weight.stride(1), float(scale), H=width, TMA=add_bulk,
-                    **dx, **common,
+                    BLOCK_H=dx.v, BLOCK_K=dx.h, num_warps=dx.warps, num_stages=dx.stages, **common,
                 )  # fmt: skip
             if d_weight is not None:
                 _dw_kernel[(programs,)](
-                    descriptor(packed, [dw["BLOCK_K"], dw["BLOCK_H"]]) if bulk else packed, dz, lists.order,
+                    descriptor(packed, [dw.h, dw.v]) if bulk else packed, dz, lists.order,
                     lists.bits, lists.block_of, lists.live, lists.base, lists.edges, unit, d_weight, blocks,
                     weight.shape[0], rows, i_round, programs, packed.stride(0), packed.stride(1), H=width, TMA=bulk,
-                    **dw, **common,
+                    BLOCK_H=dw.v, BLOCK_K=dw.h, num_warps=dw.warps, num_stages=dw.stages, **common,
                 )  # fmt: skip
-
-
-# the fastest of those tried on an H200; a gathered operand wants more loads under way than a dense one
-DX = {"BLOCK_H": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
-DX_BULK = {"BLOCK_H": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 6}
-DW = {"BLOCK_H": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 6}
-DW_BULK = {"BLOCK_H": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 8}
 
 
 class Seen:

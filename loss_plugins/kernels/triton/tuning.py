@@ -31,7 +31,10 @@ from typing import Any
 SHIPPED = Path(__file__).parent / "configs"
 
 # kernel -> whether it has no other way than bulk copies
-KERNELS = {"linear_ce": False, "dz": False, "exp": True, "product_add": True, "product_store": True}
+KERNELS = {
+    "linear_ce": False, "dz": False, "filtered_dx": False, "filtered_dw": False, "exp": True, "product_add": True,
+    "product_store": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
