@@ -10,6 +10,7 @@ False.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,23 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from .record import Step, apply
+from .stand_in import RECORDED, StandIn, by_method
 
 if TYPE_CHECKING:
     from .frame import Frame
+    from .head import Head
 
 
-class DeferredLogits:
+LOWEST = -1e30
+"""Adding this or less to a logit leaves nothing of it, to the bit."""
+
+
+class DeferredLogits(StandIn):
     """Logits of shape ``[..., vocab]`` that do not exist.
 
     Args:
         frame: The forward that they belong to.
+        head: What would make them.
         hidden: What the head was given, shape ``[..., H]``, as the recorded views and slices leave it.
         vocab: Width that the logits would have now.
         dtype: Type that they would have now.
@@ -39,6 +47,7 @@ class DeferredLogits:
     def __init__(
         self,
         frame: Frame,
+        head: Head,
         hidden: Tensor,
         vocab: int,
         dtype: torch.dtype,
@@ -47,14 +56,15 @@ class DeferredLogits:
         derive: Callable[[Tensor], Tensor] | None = None,
         detached: bool = False,
     ) -> None:
-        self.frame, self.hidden, self.vocab, self.dtype, self.steps = frame, hidden, vocab, dtype, steps
+        self.frame, self.head, self.hidden, self.vocab = frame, head, hidden, vocab
+        self.dtype, self.steps = dtype, steps
         self.parent, self.derive, self.detached = parent, derive, detached
         self.version: int | None = _version(hidden) if parent is None else parent.version
-        self.source: Tensor = hidden if parent is None else parent.source
+        self.sources: tuple[Tensor, ...] = (hidden,) if parent is None else parent.sources
         self.real: Tensor | None = None
         if parent is not None and parent.is_real():
             # aliasing as in torch: a copy made now must not see what is written later
-            self.real = self._derived("derived")
+            self.real = self.made("derived")
         frame.records.append(self)
 
     # what a Tensor answers about itself
@@ -69,7 +79,7 @@ class DeferredLogits:
 
     @property
     def device(self) -> torch.device:
-        return self.frame.head.device(self.hidden)
+        return self.head.device(self.hidden)
 
     @property
     def is_cuda(self) -> bool:
@@ -79,22 +89,7 @@ class DeferredLogits:
     def requires_grad(self) -> bool:
         if self.detached or not torch.is_grad_enabled():
             return False
-        return self.hidden.requires_grad or any(p.requires_grad for p in self.frame.head.core.parameters())
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.hidden.dim()
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def is_floating_point(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return self.shape[0]
+        return self.hidden.requires_grad or any(p.requires_grad for p in self.head.core.parameters())
 
     def __iter__(self) -> Iterator[DeferredLogits]:
         return (self[i] for i in range(len(self)))
@@ -116,6 +111,7 @@ class DeferredLogits:
     ) -> DeferredLogits:
         return DeferredLogits(
             self.frame,
+            self.head,
             self.hidden if hidden is None else hidden,
             self.vocab if vocab is None else vocab,
             self.dtype if dtype is None else dtype,
@@ -231,6 +227,22 @@ class DeferredLogits:
         hidden = self.hidden.flatten(start_dim, end_dim)
         return self._with(lambda t: t.flatten(start_dim, end_dim), hidden=hidden)
 
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        first, second, last = dim0 % self.ndim, dim1 % self.ndim, self.ndim - 1
+        if last in (first, second):
+            return self._as_real("transpose")(dim0, dim1)
+        return self._with(lambda t: t.transpose(first, second), hidden=self.hidden.transpose(first, second))
+
+    def is_contiguous(self) -> bool:
+        return self.hidden.is_contiguous()
+
+    def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> Any:
+        from .log_probs import DeferredLogProbs
+
+        if dim % self.ndim != self.ndim - 1:
+            return self._as_real("log_softmax")(dim, dtype=dtype)
+        return DeferredLogProbs(self if dtype is None else self.to(dtype))
+
     def __getitem__(self, index: Any) -> Any:
         found = _token_index(index, self.ndim, self.vocab)
         if found is None:
@@ -242,104 +254,50 @@ class DeferredLogits:
         step = Step("columns", columns)
         return self._with(lambda t: t[index], hidden=hidden, step=step, vocab=columns[1] - columns[0])
 
-    # what is not
+    # the real logits
 
     def is_real(self) -> bool:
-        """Whether the real logits exist: these, or some that these are derived from."""
         return self.real is not None or (self.parent is not None and self.parent.is_real())
 
-    def materialise(self, why: str) -> Tensor:
-        """The real logits, made once. ``why`` is the operation that needs them."""
-        if self.real is None:
-            self.real = self._derived(why)
-        return self.real
-
-    def _derived(self, why: str) -> Tensor:
+    def made(self, why: str) -> Tensor:
         if self.parent is None:
             self.check_hidden()
-            return self.frame.real_logits(self.hidden, why)
+            return self.frame.real_logits(self.head, self.hidden, why)
         assert self.derive is not None
         return self.derive(self.parent.materialise(why))
 
     def check_hidden(self) -> None:
         """Refuse to go on where the hidden states were written to after the head was called: the logits would
         differ."""
-        if self.version is not None and _version(self.source) != self.version:
+        if self.version is not None and _version(self.sources[0]) != self.version:
             raise UnsupportedError(
                 "The model changed its hidden states in place between its head and its loss, and deferred logits would "
                 "see the change. Train it unpatched, or change that line to an out-of-place operation."
             )
 
-    def write(self, why: str) -> Tensor:
-        """The real logits to be written to. All that may alias them become real first, as they were before."""
-        for record in list(self.frame.records):
-            if record.source is self.source:
-                record.materialise(why)
-        return self.materialise(why)
-
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.write("__setitem__")[_real(index, "__setitem__")] = _real(value, "__setitem__")
+        if not self._masked(index, value):
+            super().__setitem__(index, value)
 
-    def _as_real(self, name: str) -> Callable[..., Any]:
-        """The Tensor method ``name`` of the real logits. In-place ones leave these deferred logits poisoned: real for
-        good."""
-        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-
-            def write(*args: Any, **kwargs: Any) -> DeferredLogits:
-                real = self.write(name)
-                args, kwargs = _real(args, name), _real(kwargs, name)
-                self.real = getattr(real, name)(*args, **kwargs)
-                return self
-
-            return write
-
-        def read(*args: Any, **kwargs: Any) -> Any:
-            real = self.materialise(name)
-            return getattr(real, name)(*_real(args, name), **_real(kwargs, name))
-
-        return read
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(Tensor, name):
-            raise AttributeError(f"Deferred logits have no attribute {name!r}.")
-        if callable(getattr(Tensor, name)):
-            return self._as_real(name)
-        return getattr(self.materialise(name), name)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        record = _RECORDED.get(function)
-        if record is not None:
-            result = record(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        name = getattr(function, "__name__", str(function))
-        if kwargs.get("inplace") or name.endswith("_") or isinstance(kwargs.get("out"), DeferredLogits):
-            return _written(function, name, args, kwargs)
-        return function(*_real(args, name), **_real(kwargs, name))
-
-
-def _special(name: str) -> Callable[..., Any]:
-    def method(self: DeferredLogits, *args: Any) -> Any:
-        return self._as_real(name)(*args)
-
-    method.__name__ = name
-    return method
-
-
-# Python looks these up on the class, so that __getattr__ never sees them
-_READING = (
-    "abs sub rsub rtruediv floordiv rfloordiv mod pow rpow neg matmul rmatmul eq ne lt le gt ge and or xor invert "
-    "bool float int index contains array"
-)
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-_IN_PLACE = frozenset(f"__i{name}__" for name in _OPERATORS)
-for _name in (*(f"__{word}__" for word in _READING.split()), *_IN_PLACE):
-    setattr(DeferredLogits, _name, _special(_name))
-DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+    def _masked(self, index: Any, value: Any) -> bool:
+        """Record a mask over columns, which is adding the lowest number to them: nothing is left of the logits there.
+        Only where nothing else can see it: no other stand-in was made of these logits."""
+        others = [r for r in self.frame.records if r is not self and any(s is self.sources[0] for s in r.sources)]
+        if others or self.is_real() or not isinstance(value, float) or not -math.inf < value <= LOWEST:
+            return False
+        items = index if isinstance(index, tuple) else (index,)
+        if not items or len(items) > self.ndim or (items[0] is not Ellipsis and len(items) != self.ndim):
+            return False
+        if any(not (item is Ellipsis or (isinstance(item, slice) and item == slice(None))) for item in items[:-1]):
+            return False
+        mask = torch.zeros(self.vocab, dtype=self.dtype, device=self.device)
+        mask[items[-1]] = value
+        before = DeferredLogits(self.frame, self.head, self.hidden, self.vocab, self.dtype, self.steps)
+        self.frame.records.pop()  # nobody else will ever see it
+        before.parent, before.derive = self.parent, self.derive
+        step = Step("add", mask)
+        self.parent, self.derive, self.steps = before, lambda t: apply(t, step), (*self.steps, step)
+        return True
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -384,29 +342,6 @@ def _token_index(index: Any, ndim: int, vocab: int) -> tuple[Any, tuple[int, int
     return (*items[:-1], whole), (start, max(start, stop))
 
 
-def _real(value: Any, why: str) -> Any:
-    """``value`` with real logits for deferred ones, inside tuples, lists and dicts too."""
-    if isinstance(value, DeferredLogits):
-        return value.materialise(why)
-    if type(value) in (tuple, list):
-        return type(value)(_real(item, why) for item in value)
-    if type(value) is dict:
-        return {key: _real(item, why) for key, item in value.items()}
-    return value
-
-
-def _written(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that writes to one of its arguments; the deferred logits it wrote to are returned in its place."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, DeferredLogits):
-            value.write(name)
-    result = function(*_real(args, name), **_real(kwargs, name))
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, DeferredLogits) and value.real is result:
-            return value
-    return result
-
-
 def _cross_entropy(
     logits: Any,
     target: Any,
@@ -425,13 +360,13 @@ def _cross_entropy(
 
 
 def _product(left: Any, right: Any, **others: Any) -> Any:
-    if others:
+    if others or not (isinstance(left, DeferredLogits) or isinstance(right, DeferredLogits)):
         return NotImplemented
     return left.mul(right) if isinstance(left, DeferredLogits) else right.mul(left)
 
 
 def _sum(left: Any, right: Any, **others: Any) -> Any:
-    if others:
+    if others or not (isinstance(left, DeferredLogits) or isinstance(right, DeferredLogits)):
         return NotImplemented
     return left.add(right) if isinstance(left, DeferredLogits) else right.add(left)
 
@@ -440,24 +375,44 @@ def _quotient(left: Any, right: Any, **others: Any) -> Any:
     return left.div(right, **others) if isinstance(left, DeferredLogits) and "out" not in others else NotImplemented
 
 
-def _method(name: str) -> Callable[..., Any]:
-    def call(input: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(input, name)(*args, **kwargs)
+def _log_softmax(
+    input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None, **others: Any
+) -> Any:
+    if not isinstance(input, DeferredLogits) or dim is None or others:
+        return NotImplemented
+    return input.log_softmax(dim, dtype)
 
-    return call
+
+def _torch_log_softmax(input: Any, dim: int, dtype: torch.dtype | None = None, **others: Any) -> Any:
+    return _log_softmax(input, dim, dtype=dtype, **others)
 
 
-_RECORDED: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
-    torch.tanh: _method("tanh"),
-    F.tanh: _method("tanh"),
-    torch.reshape: _method("reshape"),
-    torch.flatten: _method("flatten"),
-    torch.clone: _method("clone"),
-    torch.detach: _method("detach"),
-    torch.numel: _method("numel"),
-    torch.is_floating_point: _method("is_floating_point"),
-    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _product),
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _sum),
-    **dict.fromkeys((torch.div, torch.divide, torch.true_divide), _quotient),
-}
+def _stack(tensors: Any, dim: int = 0, **others: Any) -> Any:
+    from .stacked import StackedLogits
+
+    parts = list(tensors)
+    if others or not all(isinstance(part, DeferredLogits) and not part.is_real() for part in parts):
+        return NotImplemented
+    axis = dim % (parts[0].ndim + 1)
+    if axis == parts[0].ndim or any(part.shape != parts[0].shape for part in parts):
+        return NotImplemented
+    return StackedLogits(parts, axis)
+
+
+RECORDED.update(
+    {
+        F.cross_entropy: _cross_entropy,
+        torch.stack: _stack,
+        F.log_softmax: _log_softmax,
+        torch.log_softmax: _torch_log_softmax,
+        **{function: by_method("tanh") for function in (torch.tanh, F.tanh)},
+        **{function: by_method("transpose") for function in (torch.transpose, torch.swapaxes)},
+        **{
+            getattr(torch, name): by_method(name)
+            for name in ("reshape", "flatten", "clone", "detach", "numel", "is_floating_point")
+        },
+        **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _product),
+        **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _sum),
+        **dict.fromkeys((torch.div, torch.divide, torch.true_divide), _quotient),
+    }
+)

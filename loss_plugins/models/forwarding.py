@@ -49,7 +49,7 @@ def _run(
             return call(model, *args, **kwargs)
         with calling_for_real():
             return call(model, *args, **kwargs)
-    frame = Frame(model, handle, handle.head_now(model), scope, labels if scope.token_weight is not None else None)
+    frame = Frame(model, handle, handle.heads_now(model), scope, labels if scope.token_weight is not None else None)
     frame.entered = entered
     with in_force(frame):
         output = call(model, *args, **kwargs)
@@ -64,10 +64,11 @@ def run_head(head: nn.Module, base: Any, args: tuple[Any, ...], kwargs: dict[str
             return _job_past_instance_forward(head, job, args[0])
         return base.__call__(head, *args, **kwargs)
     frame = current()
-    if frame is not None and frame.head.outer is head and len(args) == 1 and not kwargs:
+    found = None if frame is None else frame.head_of(head)
+    if frame is not None and found is not None and len(args) == 1 and not kwargs:
         hidden = args[0]
         if isinstance(hidden, Tensor) and hidden.is_floating_point() and not hasattr(hidden, "full_tensor"):
-            return frame.defer(hidden)
+            return frame.defer(found, hidden)
     return base.__call__(head, *args, **kwargs)
 
 

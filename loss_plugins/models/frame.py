@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .deferred import DeferredLogits
+from .stand_in import StandIn
 
 if TYPE_CHECKING:
     from .head import Head
@@ -40,34 +41,40 @@ class Frame:
 
     Attributes:
         model: The module whose forward runs; under DataParallel a replica of ``handle.model``.
-        head: How its head is called.
+        heads: How its head is called, or each of them where there are several.
         labels: The labels given to the forward, kept only to align token weights with the loss's targets.
         entered: Whether the model's own forward has begun. False between an overriding ``__call__`` and it.
         losses: How many losses were computed from deferred logits.
-        records: All deferred logits of this forward, for in-place writes, which must reach those they alias.
+        records: All stand-ins of this forward, for in-place writes, which must reach those they alias.
     """
 
-    def __init__(self, model: nn.Module, handle: PatchHandle, head: Head, scope: Scope, labels: Tensor | None) -> None:
-        self.model, self.handle, self.head, self.scope, self.labels = model, handle, head, scope, labels
+    def __init__(
+        self, model: nn.Module, handle: PatchHandle, heads: tuple[Head, ...], scope: Scope, labels: Tensor | None
+    ) -> None:
+        self.model, self.handle, self.heads, self.scope, self.labels = model, handle, heads, scope, labels
         self.entered = False
         self.losses = 0
-        self.records: list[DeferredLogits] = []
+        self.records: list[StandIn] = []
 
-    def defer(self, hidden: Tensor) -> DeferredLogits:
+    def head_of(self, outer: nn.Module) -> Head | None:
+        """The head that is called as ``outer``."""
+        return next((head for head in self.heads if head.outer is outer), None)
+
+    def defer(self, head: Head, hidden: Tensor) -> DeferredLogits:
         """Stand-in for ``head(hidden)``, shape ``[..., H]`` to ``[..., V]``."""
         if not torch.compiler.is_compiling():
             self.handle.counts.deferred += 1
-        vocab = self.head.width(hidden)
+        vocab = head.width(hidden)
         device, dtype = hidden.device.type, hidden.dtype
         if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
-        return DeferredLogits(self, hidden, vocab, dtype)
+        return DeferredLogits(self, head, hidden, vocab, dtype)
 
-    def real_logits(self, hidden: Tensor, why: str) -> Tensor:
+    def real_logits(self, head: Head, hidden: Tensor, why: str) -> Tensor:
         """``head(hidden)`` by the head's own way, counted and said once for each reason."""
         self.handle.materialised(why)
         with calling_for_real():
-            logits: Tensor = self.head.outer(hidden)
+            logits: Tensor = head.outer(hidden)
         return logits
 
     def close(self, output: Any) -> Any:
@@ -87,14 +94,14 @@ class Frame:
         return output
 
     def _scrubbed(self, value: Any) -> Any:
-        if isinstance(value, DeferredLogits):
+        if isinstance(value, StandIn):
             if self.losses == 0 and value.frame is self:
                 return value.materialise("the forward computed no loss from its logits")
             return value.materialise("output") if value.is_real() else None
         if isinstance(value, dict):
             for key in list(value):
                 item = value[key]
-                if isinstance(item, DeferredLogits | dict | list | tuple):
+                if isinstance(item, StandIn | dict | list | tuple):
                     new = self._scrubbed(item)
                     if new is not item:
                         value[key] = new

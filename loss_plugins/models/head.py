@@ -129,12 +129,17 @@ def find_head(model: nn.Module) -> tuple[str, nn.Module]:
                 "loss_plugins.linear_cross_entropy with the hidden states and the weight."
             )
         path, head = next(iter(owners.values()))
-    if isinstance(head, nn.ModuleList | nn.ModuleDict | nn.Sequential | nn.Embedding):
+    if isinstance(head, nn.ModuleDict | nn.Sequential | nn.Embedding):
         raise PatchError(
             f"The head of {name} is a {type(head).__name__}, and only a single module that maps hidden states to "
             "logits can be patched. Call loss_plugins.linear_cross_entropy in your own loss instead."
         )
     return path, head
+
+
+def each_head(head: nn.Module) -> list[nn.Module]:
+    """The heads in ``head``: several codebooks have one each, in a list."""
+    return list(head) if isinstance(head, nn.ModuleList) else [head]
 
 
 def head_of(model: nn.Module) -> nn.Module | None:

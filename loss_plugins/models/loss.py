@@ -19,6 +19,7 @@ from .token_weight import aligned_token_weight
 if TYPE_CHECKING:
     from .deferred import DeferredLogits
     from .frame import Frame
+    from .head import Head
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class CrossEntropyCall:
 
 def consume(logits: DeferredLogits, call: CrossEntropyCall) -> Any:
     """The loss, or NotImplemented where only real logits and torch's own function can tell what is meant."""
-    frame, target = logits.frame, call.target
+    frame, head, target = logits.frame, logits.head, call.target
     frame.losses += 1
     plain = (
         isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
@@ -52,9 +53,9 @@ def consume(logits: DeferredLogits, call: CrossEntropyCall) -> Any:
         listener()
     job = LossJob(logits, target, arguments)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
-        if frame.head.way == "call":
+        if head.way == "call":
             return job.run(logits.hidden)
-        return frame.head.outer(logits.hidden, **{JOB: job})
+        return head.outer(logits.hidden, **{JOB: job})
 
 
 class LossJob:
@@ -65,21 +66,21 @@ class LossJob:
 
     def __init__(self, logits: DeferredLogits, target: Tensor, arguments: dict[str, Any]) -> None:
         self.frame, self.steps, self.vocab = logits.frame, logits.steps, logits.vocab
-        self.core = logits.frame.head.core
+        self.head, self.core = logits.head, logits.head.core
         self.target, self.arguments = target, arguments
 
     def run(self, hidden: Tensor) -> Tensor:
         """The loss of ``hidden``, shape ``[N, H]``. Runs inside the head's call, where its weight is whole."""
-        frame = self.frame
+        frame, head = self.frame, self.head
         if hidden.device != self.target.device:
             self.target = self.target.to(hidden.device)
             for name in ("class_weight", "token_weight"):
                 if self.arguments[name] is not None:
                     self.arguments[name] = self.arguments[name].to(hidden.device)
-        width = frame.head.width(hidden)
-        why = frame.head.why
-        if frame.head.way == "weight":
-            found = frame.head.weight_and_bias(width)
+        width = head.width(hidden)
+        why = head.why
+        if head.way == "weight":
+            found = head.weight_and_bias(width)
             if not isinstance(found, str):
                 return self._done(self._with_weight(hidden, *found), hidden, found[0])
             why = found
@@ -121,7 +122,7 @@ class LossJob:
     def _module_call(self) -> Callable[[Tensor], Tensor]:
         from .frame import calling_for_real
 
-        head = self.frame.head
+        head = self.head
 
         def call(rows: Tensor) -> Tensor:
             # also in the backward, in a thread of autograd's
@@ -135,7 +136,7 @@ class LossJob:
     def _done(self, output: LossOutput, hidden: Tensor, weight: Tensor | None) -> Tensor:
         _record_statistics(self.frame, output, self.target, self.arguments["ignore_index"])
         if self.frame.handle.after_loss_backward:
-            _tell_when_backward_is_done(self.frame, output.loss, hidden, weight)
+            _tell_when_backward_is_done(self.frame, self.head, output.loss, hidden, weight)
         return output.loss
 
 
@@ -209,10 +210,10 @@ def _record_statistics(frame: Frame, output: LossOutput, target: Tensor, ignore_
     )
 
 
-def _tell_when_backward_is_done(frame: Frame, loss: Tensor, hidden: Tensor, weight: Tensor | None) -> None:
+def _tell_when_backward_is_done(frame: Frame, head: Head, loss: Tensor, hidden: Tensor, weight: Tensor | None) -> None:
     """Call the listeners once the gradient of the head's input is there; of the weight, if only that has one."""
     listeners = list(frame.handle.after_loss_backward)
-    trained = [t for t in (weight, *frame.head.core.parameters()) if t is not None and t.requires_grad]
+    trained = [t for t in (weight, *head.core.parameters()) if t is not None and t.requires_grad]
     anchor = hidden if hidden.requires_grad else (trained[0] if trained else None)
     if anchor is None or not loss.requires_grad:
         for listener in listeners:

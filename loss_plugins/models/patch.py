@@ -20,7 +20,7 @@ from .families import family_of
 from .foreign import ADVICE, OFF, foreign_forward
 from .forwarding import HANDLE
 from .frame import Scope, scopes, set_scopes
-from .head import Head, find_head, head_of
+from .head import Head, each_head, find_head, head_of
 from .record import Step
 from .statistics import Counts, StatisticsBuffer
 from .swap import base_class, swap, unswap
@@ -70,10 +70,11 @@ def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] |
             "instead."
         )
     path, outer = find_head(model)
-    head = Head.of(outer)
+    heads = [Head.of(each) for each in each_head(outer)]
     handle = PatchHandle(model, config, path)
-    handle.check(head)
-    handle.put_in_place(head)
+    for head in heads:
+        handle.check(head)
+    handle.put_in_place(heads)
     logger.info("%s", handle.explain())
     return handle
 
@@ -173,7 +174,11 @@ class PatchHandle:
         outer = None if model is None else self._outer(model)
         if model is not None and outer is not None:
             path = next((p for p, m in model.named_modules(remove_duplicate=False) if m is outer), self.head_path)
-            lines.append(f"  head {path}: {Head.of(outer).describe()}")
+            several = len(each_head(outer))
+            lines.append(
+                f"  head {path}{f' ({several} of them)' if several > 1 else ''}: "
+                f"{Head.of(each_head(outer)[0]).describe()}"
+            )
             if self.active:
                 lines.append(f"  touched: the class of the model and of {path}; nothing else")
         family = family_of(str(getattr(getattr(model, "config", None), "model_type", "")))
@@ -224,19 +229,20 @@ class PatchHandle:
 
     # for the forward
 
-    def head_now(self, model: nn.Module) -> Head:
-        """The head of ``model``, which is `model` or a replica of it, ready to be called with a loss."""
+    def heads_now(self, model: nn.Module) -> tuple[Head, ...]:
+        """The heads of ``model``, which is `model` or a replica of it, ready to be called with a loss."""
         outer = self._outer(model)
         if outer is None:
             raise PatchError(
                 f"{base_class(model).__name__} had a head when it was patched and has none now. Undo the patch, or "
                 "patch again."
             )
-        head = Head.of(outer)
-        changed = head.put_in_place()
-        if changed:
-            self._remember(changed)
-        return head
+        heads = tuple(Head.of(each) for each in each_head(outer))
+        for head in heads:
+            changed = head.put_in_place()
+            if changed:
+                self._remember(changed)
+        return heads
 
     @torch.compiler.disable
     def materialised(self, why: str) -> None:
@@ -324,8 +330,9 @@ class PatchHandle:
         if head.way != "weight":
             self._refuse_without_weight(head.why)
 
-    def put_in_place(self, head: Head) -> None:
-        self._remember(head.put_in_place())
+    def put_in_place(self, heads: list[Head]) -> None:
+        for head in heads:
+            self._remember(head.put_in_place())
         swap(self.model, "model")
         self.model.__dict__[HANDLE] = self
         self.active = True

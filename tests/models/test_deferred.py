@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,41 @@ def compare(post: Post, strategy: str = "cce", **kwargs: Any) -> Any:
     return handle
 
 
+def masked(z: Any, columns: Any, value: float | None = None) -> Any:
+    z[:, :, columns] = torch.finfo(z.dtype).min if value is None else value
+    return z
+
+
+def chameleon(m: Toy, z: Any, y: Tensor) -> Tensor:
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[3:9] = True
+    return plain(masked(z, mask), below(y, 3, 9))
+
+
+def below(labels: Tensor, start: int, stop: int) -> Tensor:
+    """Labels none of which is in that part of the vocabulary."""
+    return labels.masked_fill((labels >= start) & (labels < stop), 20)
+
+
+def log_probs(m: Toy, z: Any, y: Tensor, **kwargs: Any) -> Tensor:
+    return F.nll_loss(F.log_softmax(z, -1).view(-1, VOCAB), y.view(-1), **kwargs)
+
+
+def prophetnet(m: Toy, z: Any, y: Tensor) -> Tensor:
+    z = z.view(2, 7, VOCAB).transpose(0, 1).contiguous()
+    return F.nll_loss(F.log_softmax(z.view(-1, z.size(-1)), dim=-1, dtype=torch.float64), y.t().reshape(-1))
+
+
+def codebooks(m: Toy, z: Any, y: Tensor) -> Tensor:
+    stacked = torch.stack([z, z * 2, z.tanh()], dim=1)
+    assert stacked.shape == (2, 3, 7, VOCAB)
+    tail = stacked[:, :, -5:]
+    assert tail.shape == (2, 3, 5, VOCAB)
+    losses = [F.cross_entropy(tail[:, i].contiguous().view(-1, VOCAB), y[:, -5:].reshape(-1)) for i in range(3)]
+    assert stacked.reshape(-1, *stacked.shape[2:]).shape == (6, 7, VOCAB)
+    return sum(losses, torch.zeros([]))
+
+
 RECORDED: dict[str, Post] = {
     "plain": lambda m, z, y: plain(z, y),
     "module": lambda m, z, y: nn.CrossEntropyLoss()(z.view(-1, VOCAB), y.view(-1)),
@@ -118,6 +154,19 @@ RECORDED: dict[str, Post] = {
     "none": lambda m, z, y: plain(z, y, reduction="none"),
     "two losses": lambda m, z, y: plain(z, y) + 0.3 * F.cross_entropy(z[:, 0], y[:, 1].clamp(min=0)),
     "iterated": lambda m, z, y: sum(F.cross_entropy(row, target) for row, target in zip(z, y, strict=True)),
+    "chameleon": chameleon,
+    "masked by a list": lambda m, z, y: plain(masked(z, [3, 5]), below(y, 3, 6)),
+    "masked by a slice of all": lambda m, z, y: plain(masked(z, slice(100, None)), y.clamp(max=99)),
+    "masked and scaled": lambda m, z, y: plain(masked(z, [3, 5]) / 2, below(y, 3, 6)),
+    "masked twice": lambda m, z, y: plain(masked(masked(z, 3), torch.tensor([5])), below(y, 3, 6)),
+    "log_softmax": log_probs,
+    "log_softmax, weights, sum": lambda m, z, y: log_probs(m, z, y, weight=m.extra.detach().abs(), reduction="sum"),
+    "log_softmax as a method": lambda m, z, y: F.nll_loss(z.log_softmax(-1)[0], y[0]),
+    "log_softmax as a module": lambda m, z, y: nn.NLLLoss()(nn.LogSoftmax(2)(z).reshape(-1, VOCAB), y.flatten()),
+    "torch.log_softmax": lambda m, z, y: F.nll_loss(torch.log_softmax(z[:, 0], 1), y[:, 4]),
+    "tokens transposed": lambda m, z, y: F.cross_entropy(torch.transpose(z, 0, 1).reshape(-1, VOCAB), y.t().flatten()),
+    "codebooks": codebooks,
+    "prophetnet": prophetnet,
     "moved nowhere": lambda m, z, y: plain(z.to(z.device).to(y.device, torch.float64).type_as(z), y),
 }
 
@@ -154,13 +203,6 @@ def test_replayed_in_chunks(what: str, caplog: pytest.LogCaptureFixture) -> None
     assert "'chunked' runs instead" in record.getMessage()
 
 
-def chameleon(m: Toy, z: Any, y: Tensor) -> Tensor:
-    mask = torch.zeros(VOCAB, dtype=torch.bool)
-    mask[3:9] = True
-    z[:, :, mask] = torch.finfo(z.dtype).min
-    return plain(z.float() if z.dtype == torch.float16 else z, y.masked_fill((y >= 3) & (y < 9), 20))
-
-
 def copy_then_write(m: Toy, z: Any, y: Tensor) -> Tensor:
     copied, seen = z.clone(), z[:, :-1]
     z[:, :, :5] = -3.0
@@ -179,15 +221,36 @@ def write_then_copy_then_write(m: Toy, z: Any, y: Tensor) -> Tensor:
     return plain(kept, y) + z.sum()
 
 
+def mask_after_copy(m: Toy, z: Any, y: Tensor) -> Tensor:
+    seen = z * 1
+    return plain(masked(z, [3]), below(y, 3, 4)) + plain(seen, y)
+
+
+def mask_one_token(m: Toy, z: Any, y: Tensor) -> Tensor:
+    z[:, 2, 3:9] = torch.finfo(z.dtype).min
+    return plain(z, below(y, 3, 9))
+
+
+def write_after_log_softmax(m: Toy, z: Any, y: Tensor) -> Tensor:
+    log = F.log_softmax(z, -1)
+    z.mul_(3.0)
+    return F.nll_loss(log.view(-1, VOCAB), y.view(-1)) + plain(z, y)
+
+
 MATERIALISED: dict[str, tuple[Post, str]] = {
-    "chameleon": (chameleon, "__setitem__"),
+    "masked after a copy": (mask_after_copy, "__setitem__"),
+    "masked with a number that leaves something": (lambda m, z, y: plain(masked(z, [3], -1e4), y), "__setitem__"),
+    "masked with infinity": (lambda m, z, y: plain(masked(z, [3], -math.inf), below(y, 3, 4)), "__setitem__"),
+    "masked at one token": (mask_one_token, "__setitem__"),
     "copy, then write": (copy_then_write, "__setitem__"),
     "write through a view": (write_through_a_view, "mul_"),
     "write, copy, write": (write_then_copy_then_write, "__imul__"),
     "F.relu in place": (lambda m, z, y: plain(F.relu(z, inplace=True), y), "relu"),
     "logsumexp after the loss": (lambda m, z, y: plain(z, y) + 1e-2 * z.logsumexp(-1).pow(2).mean(), "logsumexp"),
     "torch.logsumexp": (lambda m, z, y: plain(z, y) + torch.logsumexp(z, -1).mean(), "logsumexp"),
-    "log_softmax": (lambda m, z, y: F.nll_loss(F.log_softmax(z, -1).view(-1, VOCAB), y.view(-1)), "log_softmax"),
+    "sum of log_softmax": (lambda m, z, y: log_probs(m, z, y) - F.log_softmax(z, -1).sum(), "log_softmax, sum"),
+    "log_softmax over tokens": (lambda m, z, y: plain(z, y) + F.log_softmax(z, 1).sum(), "log_softmax"),
+    "written to after log_softmax": (write_after_log_softmax, "mul_"),
     "channels second": (lambda m, z, y: F.cross_entropy(z.transpose(1, 2), y), "transpose"),
     "three axes": (lambda m, z, y: F.cross_entropy(z, (y % 7)[:, :1].expand(-1, VOCAB)), "cross_entropy"),
     "probabilities": (
@@ -196,7 +259,9 @@ MATERIALISED: dict[str, tuple[Post, str]] = {
     ),
     "vector scale": (lambda m, z, y: plain(z * m.extra, y), "mul"),
     "minus": (lambda m, z, y: plain(z - z.amax(-1, keepdim=True), y), "amax"),
-    "stack": (lambda m, z, y: plain(torch.stack([z, z])[0], y), "stack"),
+    "stack at the end": (lambda m, z, y: plain(torch.stack([z, z], -1)[..., 0], y), "stack"),
+    "sum of codebooks": (lambda m, z, y: plain(torch.stack([z, z * 2]).sum(0), y), "sum"),
+    "one codebook as a view": (lambda m, z, y: plain(torch.stack([z, z * 2]).view(4, 7, VOCAB)[2:], y), "__getitem__"),
     "new axis": (lambda m, z, y: plain(z[None][0], y), "__getitem__"),
     "steps in the vocabulary": (lambda m, z, y: F.cross_entropy(z[..., ::2].reshape(-1, 60), y.view(-1) % 60), "__getitem__"),
     "numpy": (lambda m, z, y: plain(z, y) + float(z.detach().numpy().max()), "numpy"),
@@ -215,7 +280,7 @@ def test_materialised(what: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_said_once_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
-    ours, _ = twin_toys(MATERIALISED["log_softmax"][0])
+    ours, _ = twin_toys(MATERIALISED["channels second"][0])
     handle = patch_model(ours, "cce")
     for _ in range(3):
         ours(**inputs())

@@ -342,7 +342,7 @@ def test_a_head_deeper_down_is_found() -> None:
     assert output.logits is None
 
 
-def test_several_heads_or_a_list_of_them_are_refused() -> None:
+def test_several_heads_or_a_dictionary_of_them_are_refused() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -357,7 +357,7 @@ def test_several_heads_or_a_list_of_them_are_refused() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.heads = nn.ModuleList([nn.Linear(4, 4)])
+            self.heads = nn.ModuleDict({"text": nn.Linear(4, 4)})
 
-    with pytest.raises(PatchError, match="ModuleList"):
+    with pytest.raises(PatchError, match="ModuleDict"):
         patch_model(Books(), "cce")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_deferred import RECORDED, Toy, chameleon, gradients, inputs, twin_toys
+from test_deferred import RECORDED, Toy, below, gradients, inputs, mask_one_token, twin_toys
 from tiny_models import VOCAB, all_double, assert_same_gradients, batch, make, step, twins
 from torch import Tensor, nn
 
@@ -170,18 +170,17 @@ def test_what_cannot_be_added_is_refused(extra: dict[str, Any]) -> None:
     ours, _ = twin_toys(lambda m, z, y: F.cross_entropy(z.transpose(1, 2), y))
     with patch_model(ours, extra), pytest.raises(ConfigError, match=next(iter(extra))):
         ours(**inputs())
-    ours, _ = twin_toys(lambda m, z, y: F.nll_loss(z.log_softmax(-1).view(-1, VOCAB), y.view(-1)))
+    ours, _ = twin_toys(lambda m, z, y: -z.log_softmax(-1)[:, 0].gather(1, y[:, 3:4]).mean())
     with patch_model(ours, extra), pytest.raises(ConfigError, match=next(iter(extra))):
         ours(**inputs())
 
 
 def test_added_where_logits_are_real() -> None:
-    ours, stock = twin_toys(chameleon)
+    ours, stock = twin_toys(mask_one_token)
     handle = patch_model(ours, {"loss_label_smoothing": 0.1, "loss_z_loss": 0.01, "loss_statistics": ["accuracy"]})
     loss = ours(**inputs())["loss"]
     logits = stock(**inputs())["logits"][:, :-1].reshape(-1, VOCAB)
-    target = inputs()["labels"]
-    target = target.masked_fill((target >= 3) & (target < 9), 20)[:, 1:].reshape(-1)
+    target = below(inputs()["labels"], 3, 9)[:, 1:].reshape(-1)
     valid = target != -100
     expected = F.cross_entropy(logits, target, label_smoothing=0.1) + 0.01 * logits[valid].logsumexp(1).square().mean()
     torch.testing.assert_close(loss, expected, atol=1e-10, rtol=0)

@@ -309,7 +309,7 @@ def _no_labels(comparison: Comparison, strategy: str) -> str | None:
 
 def _generation(comparison: Comparison, strategy: str) -> str | None:
     inputs = {key: value for key, value in comparison.subject.inputs.items() if key not in ("labels", "return_dict")}
-    wanted = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    wanted = {"max_new_tokens": 3, "do_sample": False}
     if not hasattr(comparison.subject.stock, "generate"):
         return "it cannot generate"
     with patch_model(comparison.subject.ours, strategy), comparison.evaluating():

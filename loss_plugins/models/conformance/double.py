@@ -14,24 +14,32 @@ from torch import Tensor
 def all_double() -> Iterator[None]:
     """Inside, float32 means float64: models round to float32 in places (``.float()``, ``.to(torch.float32)``, softmax
     in float32), which would hide every difference below 1e-7."""
-    to, float_, softmax, default = Tensor.to, Tensor.float, torch.nn.functional.softmax, torch.get_default_dtype()
+    functional = torch.nn.functional
+    to, float_, default = Tensor.to, Tensor.float, torch.get_default_dtype()
+    softmax, log_softmax = functional.softmax, functional.log_softmax
 
     def to_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return to(self, *args, **kwargs)
+        return to(self, *args, **_double(kwargs))
 
-    def softmax_double(input: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-        kwargs["dtype"] = torch.float64 if dtype is torch.float32 else dtype
-        return softmax(input, *args, **kwargs)
+    def softmax_double(*args: Any, **kwargs: Any) -> Tensor:
+        return softmax(*args, **_double(kwargs))
+
+    def log_softmax_double(input: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch's own would hand a stand-in this function, which it does not know
+        log = log_softmax if isinstance(input, Tensor) else type(input).log_softmax
+        return log(input, *args, **_double(kwargs))
 
     Tensor.to, Tensor.float = to_double, Tensor.double  # type: ignore[method-assign, assignment]
-    torch.nn.functional.softmax = softmax_double
+    functional.softmax, functional.log_softmax = softmax_double, log_softmax_double
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
         Tensor.to, Tensor.float = to, float_  # type: ignore[method-assign]
-        torch.nn.functional.softmax = softmax
+        functional.softmax, functional.log_softmax = softmax, log_softmax
         torch.set_default_dtype(default)
+
+
+def _double(arguments: dict[str, Any]) -> dict[str, Any]:
+    return arguments | {"dtype": torch.float64} if arguments.get("dtype") is torch.float32 else arguments

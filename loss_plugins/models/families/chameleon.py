@@ -4,7 +4,5 @@ from ._base import ModelFamily
 
 FAMILY = ModelFamily(
     model_types=("chameleon",),
-    note="Image tokens are masked in the logits, so the loss is computed from real logits.",
-    status="materialised",
-    reason="its forward writes into the logits in place",
+    note="Image tokens are masked in the logits, which the loss takes over as a bias; no label may be an image token.",
 )
