@@ -84,12 +84,19 @@ def linear_ce(
     The filters are the probability below which columns are left out of dX and of dW, 0 for none. A backend that marks
     columns for its backward leaves out no more than ``filter_bound`` of a row.
     """
-    thresholds = [below for below in (filter_hidden, filter_weight) if below > 0]
+    below = min((below for below in (filter_hidden, filter_weight) if below > 0), default=0.0)
+    alone = forward_kernels != backward_kernels  # then the backward looks for itself
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = _launch(
         forward_kernels, "linear_ce_forward", hidden, weight, bias, labels, class_weight, ignore_index, scale, softcap,
-        label_smoothing, z_loss, dtype, want_entropy, want_predicted, tile_bytes, min(thresholds, default=0.0),
+        label_smoothing, z_loss, dtype, want_entropy, want_predicted, tile_bytes, 0.0 if alone else below,
         filter_bound, want_dropped,
     )  # fmt: skip
+    if want_dropped and below and alone and backward_kernels == "torch":
+        dropped = _launch(
+            "torch", "dropped_mass", hidden, weight, bias, labels, results[2], ignore_index, scale, softcap, dtype,
+            below, tile_bytes,
+        )  # fmt: skip
+        return (*results[:5], dropped, results[6])
     return results
 
 
@@ -104,7 +111,8 @@ def _(
     acc = accumulator(dtype)
     marks = (0, 0)
     if forward_kernels != "torch":
-        marks = ((rows + 127) // 128 if filter_hidden or filter_weight else 0, (vocab + 31) // 32)
+        marked = (filter_hidden > 0 or filter_weight > 0) and forward_kernels == backward_kernels
+        marks = ((rows + 127) // 128 if marked else 0, (vocab + 31) // 32)
     return (
         hidden.new_empty(rows, dtype=acc),
         hidden.new_empty(rows, dtype=acc),

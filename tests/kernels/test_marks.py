@@ -30,12 +30,12 @@ def words_of(bits):
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def peaked(rows, width, vocab, dtype, device, rare=4, seed=0):
-    """(hidden, weight, labels) of a model that knows: most of a row's probability is at two of 20 classes. Every tenth
+def peaked(rows, width, vocab, dtype, device, often=20, rare=4, seed=0):
+    """(hidden, weight, labels) of a model that knows: most of a row's probability is at two of ``often`` classes. Every tenth
     label is one of ``rare`` classes that few rows think of."""
     g = torch.Generator().manual_seed(seed)
     weight = torch.nn.functional.normalize(torch.randn(vocab, width, generator=g), dim=1)
-    likely, second = torch.randint(0, 20, (2, rows), generator=g)
+    likely, second = torch.randint(0, often, (2, rows), generator=g)
     hidden = 12 * weight[likely] + 8 * weight[second] + 0.3 * torch.randn(rows, width, generator=g)
     labels = likely.clone()
     labels[::10] = vocab - 1 - torch.randint(0, rare, (len(labels[::10]),), generator=g)

@@ -253,7 +253,11 @@ def _add_slices(
     bias_parts = torch.zeros(height if d_bias is not None else 0, columns, dtype=torch.float32, device=device)
     # zeros: rows that do not count are never written
     own = torch.zeros(rows, columns, dtype=dtype, device=device)
+    kept = whole_weight is not counts[0]
+    # a dW that stays as it is has no room while dX is computed
     spare = d_weight if d_bias is None and blocks.tma and not INTERPRETED else None
+    if kept and d_hidden is not None and whole_hidden is counts[0]:
+        spare = None
     labels, lse, coef_p, coef_label, coef_weight = row_data
     if d_bias is None:
         # rows that go nowhere are not computed
@@ -288,9 +292,8 @@ def _add_slices(
         if d_bias is not None:
             d_bias[first : first + wide] = bias_parts[:, :wide].sum(0) * unit
         if d_hidden is not None:
-            add_product(dz[:, :wide], part, d_hidden, whole_hidden)
+            add_product(dz[:, :wide], part, d_hidden, whole_hidden, if_any=whole_hidden is not counts[0])
         if d_weight is not None:
-            kept = whole_weight is not counts[0]
             store_product(
                 dz[:, :wide], packed, d_weight[first : first + wide], whole_weight, unit, transposed=True, if_any=kept
             )

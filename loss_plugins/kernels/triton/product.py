@@ -88,13 +88,19 @@ def _product_kernel(
             out.store([i_m, i_n], b_out.to(out.dtype))
 
 
-def add_product(left: Tensor, right: Tensor, total: Tensor, count: Tensor, transposed: bool = False) -> None:
-    """``total += left @ right`` (or ``left.T @ right``), ``total`` float32; rows of ``left`` end at ``count``."""
+def add_product(
+    left: Tensor, right: Tensor, total: Tensor, count: Tensor, transposed: bool = False, if_any: bool = False
+) -> None:
+    """``total += left @ right`` (or ``left.T @ right``), ``total`` float32; rows of ``left`` end at ``count``.
+
+    ``if_any`` adds nothing where there are none, though ``left`` has numbers in them.
+    """
     # the interpreter's copies cannot add
     if not INTERPRETED and _bulk(left, right, total):
         _launch(left, right, total, count, count, transposed, add=True)
         return
-    total += library_product(left, right, transposed)
+    product = library_product(left, right, transposed)
+    total += torch.where(count > 0, product, 0.0) if if_any else product
 
 
 def store_product(
