@@ -33,7 +33,7 @@ WRONG_LOSS = 1e-2
 MARGIN = 1.1
 """Times the naive way's error that still counts as no worse."""
 HEAD_START = 4_000_000
-"""Cycles (2 ms) that a GPU spins before each timed step, while the host issues it."""
+"""Cycles (4 ms) that a GPU spins before each timed step, while the host issues it."""
 
 Say = Callable[[str], None]
 

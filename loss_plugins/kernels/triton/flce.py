@@ -1,11 +1,11 @@
-"""Fused linear cross-entropy: three products a chunk of rows, and no second pass over its logits.
+"""Fused linear cross-entropy: three products a chunk of rows, none computed twice.
 
-For each chunk of rows: one kernel computes the logits, eq. (1), and stores only ``E = exp(z - R)`` in bfloat16, where
-the offset R of a row is its label's logit, known beforehand. The sum S of a row then makes ``p = E / S``, and since S
-scales a whole row, it need not touch the chunk: dX is ``(E @ W)`` with scaled rows, dW is ``E.T @ (scaled X)``, eq.
-(9). An E that would overflow raises its row's R on the way (a logit more than 60 above the label's); a second kernel
-then brings what was stored before to the last R, and returns at once everywhere else. Peak beside the results: the
-chunk (``chunk * V * 2`` bytes), dW in float32 where there are several chunks, and one copy of the rows.
+For each chunk of rows: one kernel computes the logits, eq. (1), and stores ``E = exp(z - R)`` in bfloat16, where the
+offset R of a row is its label's logit, known beforehand; the row's sum S comes out at its end. A second kernel turns E
+into dZ in place, eq. (9): ``p`` is E over S, and the label's entry, by far the largest, comes from float32. An E that
+would overflow raises its row's R on the way (a logit more than 60 above the label's); the second kernel brings what was
+stored before to the last R. Two products give dX and dW. Peak beside the results: the chunk (``chunk * V * 2`` bytes),
+dW in float32 where there are several chunks, and one copy of the rows.
 
 Half types other than bfloat16, label smoothing (which needs S inside the chunk) and devices without bulk tensor copies
 take the two passes of `linear_ce_forward` and `linear_ce_backward`.
@@ -132,10 +132,13 @@ def _exp_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "tiles"])
-def _rescale_kernel(
+def _gradient_kernel(
     out,  # (N, columns) bfloat16
-    tile_offset,  # (tiles, N)
-    offset,  # (N,) the last one
+    tile_offset,  # (tiles, N) float32
+    offset,  # (N,) float32, the last one
+    factor,  # (N,) float32
+    labels,  # (N,) int64
+    entry,  # (N,) float32, the gradient of the label's logit
     count,  # () int64
     N,
     tiles,
@@ -143,19 +146,25 @@ def _rescale_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Bring what was stored under an earlier offset to the last one: almost never anything."""
+    """E into dZ, eq. (9), in place: the sum is known now, and what was stored under an earlier offset is brought to the
+    last one. The label's entry, by far the largest, is rounded once."""
     i_n = tl.program_id(0) // tiles * BLOCK_N
     i_tile = tl.program_id(0) % tiles
+    n = tl.load(count).to(tl.int32)
+    if i_n >= n:
+        return
     o_n = i_n + tl.arange(0, BLOCK_N)
-    m_n = o_n < tl.load(count).to(tl.int32)
+    m_n = o_n < n
     b_was = tl.load(tile_offset + i_tile.to(tl.int64) * N + o_n, mask=m_n, other=0.0)
     b_is = tl.load(offset + o_n, mask=m_n, other=0.0)
-    if tl.max(tl.where(b_was != b_is, 1, 0), 0) == 0:
-        return
+    b_factor = tl.load(factor + o_n, mask=m_n, other=0.0) * tl.exp(b_was - b_is)
     o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     p_out = out + o_n.to(tl.int64)[:, None] * out_row + o_v[None, :]
-    b_exp = tl.load(p_out, mask=m_n[:, None], other=0.0).to(tl.float32) * tl.exp(b_was - b_is)[:, None]
-    tl.store(p_out, b_exp.to(out.dtype.element_ty), mask=m_n[:, None])
+    b_dz = tl.load(p_out, mask=m_n[:, None], other=0.0).to(tl.float32) * b_factor[:, None]
+    b_label = tl.load(labels + o_n, mask=m_n, other=-1)
+    b_entry = tl.load(entry + o_n, mask=m_n, other=0.0)
+    b_dz = tl.where(o_v[None, :] == b_label[:, None], b_entry[:, None], b_dz)
+    tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=m_n[:, None])
 
 
 class _Chunk(NamedTuple):
@@ -166,7 +175,6 @@ class _Chunk(NamedTuple):
     lse: Tensor
     entropy: Tensor
     predicted: Tensor
-    factor: Tensor  # (n,) float32: dz is factor * E
 
 
 def flce_forward(
@@ -224,19 +232,18 @@ def flce_forward(
             ignore_index, scale, softcap, z_loss, want_entropy, want_predicted, chunk, blocks,
         )  # fmt: skip
         results.append(part)
-        exp_ = chunk[: r1 - r0, :vocab]
+        dz = chunk[: r1 - r0, :vocab]
+        counts = (torch.arange(r1 - r0, device=hidden.device) < left)[:, None]
         if need_bias:
-            d_bias += library_product(exp_, part.factor[:, None].to(dtype), transposed=True)[:, 0]
+            d_bias += library_product(dz, counts.to(dtype), transposed=True)[:, 0]
         if need_hidden:
             # few rows make few tiles, which the library spreads over the device better than a tile a program does
-            d_packed[r0:r1] = library_product(exp_, weight, transposed=False) * part.factor[:, None]
-        if need_weight:
-            scaled = (packed[r0:r1] * part.factor[:, None]).to(dtype)
-            if several:
-                add_product(exp_, scaled, d_weight, left, transposed=True)
-            else:
-                store_product(exp_, scaled, d_weight, left, torch.ones_like(row_scale[:1]), transposed=True)
-    del chunk, exp_  # before dW is rounded, which takes as much again
+            d_packed[r0:r1] = torch.where(counts, library_product(dz, weight, transposed=False), 0.0)
+        if need_weight and several:
+            add_product(dz, packed[r0:r1], d_weight, left, transposed=True)
+        elif need_weight:
+            store_product(dz, packed[r0:r1], d_weight, left, torch.ones_like(row_scale[:1]), transposed=True)
+    del chunk, dz  # before dW is rounded, which takes as much again
     loss, nll, lse, entropy, predicted = (
         torch.cat([getattr(p, name) for p in results]) for name in ("loss", "nll", "lse", "entropy", "predicted")
     )
@@ -269,7 +276,7 @@ def _exp_chunk(
     chunk: Tensor,  # (>= n, whole tiles) written
     blocks: Blocks,
 ) -> _Chunk:
-    """Fill ``chunk`` with E, the labels' entries included, so that ``factor * E`` is the gradient of the logits."""
+    """Fill ``chunk`` with dZ."""
     (rows, width), vocab, device = hidden.shape, weight.shape[0], hidden.device
     valid = labels != ignore_index
     safe = torch.where(valid, labels, 0)
@@ -287,7 +294,6 @@ def _exp_chunk(
     best = torch.empty(programs if want_predicted else 0, blocks.n, dtype=torch.int32, device=device)
     best_value = torch.empty_like(best, dtype=torch.float32)
     tile_offset = torch.empty(tiles, rows, dtype=torch.float32, device=device)
-    height = triton.cdiv(rows, blocks.n)
     with on(device):
         _exp_kernel[(programs,)](
             descriptor(hidden, [blocks.n, blocks.h]), descriptor(weight, [blocks.v, blocks.h]),
@@ -301,25 +307,26 @@ def _exp_chunk(
         (offset, other, target, _, moment, _), predicted = merge_strips(
             parts, best, best_value, count, rows, tiles, blocks, False, want_entropy, want_predicted
         )
-        _rescale_kernel[(height * tiles,)](
-            chunk, tile_offset, offset, count, rows, tiles, chunk.stride(0), BLOCK_N=blocks.n, BLOCK_V=blocks.v
-        )
     at_label = torch.exp(target - offset)
     sum_ = torch.where(valid, other + at_label, 1.0)
     loss, nll, lse = row_terms(offset, sum_, target, None, labels, valid, class_weight, 0.0, z_loss, vocab)
     coef_p, coef_label, _ = row_coefficients(row_scale, lse, labels, valid, class_weight, 0.0, z_loss, vocab)
-    # without a z-loss both coefficients are one, and e - S is minus the other columns' sum, which does not cancel
-    entry = -other if not z_loss else torch.where(coef_p != 0, at_label - sum_ * coef_label / coef_p, 0.0)
+    # without a z-loss both coefficients are one, and p - 1 is minus the other columns' share, which does not cancel
+    entry = coef_p * (at_label / sum_) - coef_label if z_loss else -coef_p * (other / sum_)
     if softcap:
         entry = entry * (1 - (target / softcap).square())
-    chunk[:rows].scatter_(1, safe[:, None], torch.where(valid, entry, 0.0)[:, None].to(chunk.dtype))
+    with on(device):
+        _gradient_kernel[(triton.cdiv(rows, 32) * tiles,)](
+            chunk, tile_offset, offset, coef_p * scale / sum_, safe, entry * scale, count, rows, tiles,
+            chunk.stride(0), BLOCK_N=32, BLOCK_V=blocks.v, num_warps=8,
+        )  # fmt: skip
     entropy = other.new_zeros(0)
     if want_entropy:
         whole = moment + at_label * (target - offset)
         entropy = torch.where(valid, sum_.log() - whole / sum_, 0.0)
     if want_predicted:
         predicted = torch.where(valid, predicted.to(torch.int64), ignore_index)
-    return _Chunk(loss, nll, lse, entropy, predicted.to(torch.int64), coef_p * scale / sum_)
+    return _Chunk(loss, nll, lse, entropy, predicted.to(torch.int64))
 
 
 def _two_passes(

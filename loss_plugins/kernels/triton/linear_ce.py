@@ -363,7 +363,6 @@ def linear_ce_forward(
     blocks = blocks_for(rows, dtype, readable, tall=True, device=hidden.device)
     mark = below > 0 and is_markable(rows, blocks.n, dtype)
     sorted_labels = labels[order]
-    target = label_logits(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
     # one byte for each column and block of rows, until `marks_of` makes bits of them
     flags = hidden.new_zeros(triton.cdiv(rows, MARKED_ROWS) if mark else 0, vocab, dtype=torch.int8)
     hot = packed.new_zeros(0)
@@ -373,6 +372,7 @@ def linear_ce_forward(
         packed, weight, bias, class_weight, count, blocks, scale, softcap, label_smoothing > 0, want_entropy,
         want_predicted, flags, hot, math.log(below) if mark else 0.0,
     )  # fmt: skip
+    target = label_logits(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
     marks = Marks.none(hidden, vocab, below)
     if mark:
         mark_labels(flags, sorted_labels)

@@ -142,13 +142,32 @@ def hot_reference(
 
 def distinct(labels: Tensor, most: int, vocab: int) -> tuple[Tensor, Tensor]:
     """((most,) the distinct labels inside the vocabulary, the smallest first, then zeros; () how many)."""
-    ordered = labels.sort().values
-    is_new = (ordered >= 0) & (ordered < vocab)
-    is_new[1:] &= ordered[1:] != ordered[:-1]
-    place = is_new.cumsum(0) - 1
-    place = torch.where(is_new & (place < most), place, most)
-    columns = labels.new_zeros(most + 1).scatter_(0, place, ordered)
-    return columns[:most], is_new.sum().clamp_(max=most)
+    columns, found = labels.new_zeros(most), labels.new_empty(())
+    with on(labels.device):
+        _distinct_kernel[(1,)](labels.sort().values, columns, found, len(labels), most, vocab, BLOCK=1024)
+    return columns, found
+
+
+@triton.jit(do_not_specialize=["N", "most", "V"])
+def _distinct_kernel(
+    ordered,  # (N,) int64, sorted
+    columns,  # (most,) int64
+    found,  # () int64
+    N,
+    most,
+    V,
+    BLOCK: tl.constexpr,
+):
+    total = 0
+    for i in range(0, N, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        b_label = tl.load(ordered + o, mask=o < N, other=-1)
+        b_before = tl.load(ordered + o - 1, mask=(o > 0) & (o < N), other=-1)
+        b_new = (b_label >= 0) & (b_label < V) & (b_label != b_before)
+        b_place = total + tl.cumsum(b_new.to(tl.int32)) - 1
+        tl.store(columns + b_place, b_label, mask=b_new & (b_place < most))
+        total += tl.sum(b_new.to(tl.int32))
+    tl.store(found, tl.minimum(total, most))
 
 
 def mark_labels(flags: Tensor, labels: Tensor) -> None:
