@@ -41,7 +41,7 @@ from ._common import (
 from .marks import MARKED_ROWS, Lists, place_in_tile
 
 
-@triton.jit(do_not_specialize=["i_round", "R"])
+@triton.jit(do_not_specialize=["blocks", "i_round", "R"])
 def _vectors_kernel(
     hidden,  # (N, H), rows that count first
     weight,  # (V, H)
@@ -69,7 +69,6 @@ def _vectors_kernel(
     softcap,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCKS: tl.constexpr,  # at least B, a power of two
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -80,9 +79,11 @@ def _vectors_kernel(
     i_chunk = tl.program_id(0)
     if i_chunk >= tl.load(chunks + blocks * R + i_round):
         return
-    o_b = tl.arange(0, BLOCKS)
-    b_chunks = tl.load(chunks + o_b * R + i_round, mask=o_b < blocks, other=1 << 60)
-    i_b = tl.sum((b_chunks <= i_chunk).to(tl.int32)) - 1
+    i_b = -1
+    for i_first in range(0, blocks, 64):
+        o_b = i_first + tl.arange(0, 64)
+        b_chunks = tl.load(chunks + o_b * R + i_round, mask=o_b < blocks, other=1 << 60)
+        i_b += tl.sum((b_chunks <= i_chunk).to(tl.int32))
     o_pair = (i_chunk - tl.load(chunks + i_b * R + i_round)) * 128 + tl.arange(0, 128)
     m_v = o_pair < tl.load(sizes + i_b * R + i_round)
     o_v = tl.load(columns + tl.load(lists + i_b * R + i_round) + o_pair, mask=m_v, other=0)
@@ -184,7 +185,7 @@ def _dx_kernel(
         tl.store(p_out, tl.load(p_out, mask=m_out, other=0.0) + b_out, mask=m_out)
 
 
-@triton.jit(do_not_specialize=["i_round"])
+@triton.jit(do_not_specialize=["blocks", "N", "i_round"])
 def _dw_kernel(
     hidden,  # (N, H), rows that count first, zeros behind
     dz,  # (vectors, 128)
@@ -285,8 +286,8 @@ def add_filtered(
                 lists.columns, lists.lists, lists.vectors, lists.sizes, lists.chunks, dz, sums, blocks, i_round,
                 lists.rounds, packed.stride(0), packed.stride(1), weight.stride(0), weight.stride(1), float(scale),
                 float(softcap), H=width, BLOCK_H=64 if weight.dtype.itemsize == 2 else 32,
-                BLOCKS=triton.next_power_of_2(blocks), HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0,
-                HAS_SOFTCAP=softcap != 0.0, FAST=fast_exp(packed.device, packed.dtype), num_warps=4, num_stages=3,
+                HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
+                FAST=fast_exp(packed.device, packed.dtype), num_warps=4, num_stages=3,
                 **common,
             )  # fmt: skip
             if d_hidden is not None:

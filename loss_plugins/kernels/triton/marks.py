@@ -53,7 +53,7 @@ def is_markable(rows: int, block: int, dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 and block % MARKED_ROWS == 0 and rows >= 2 * MARKED_ROWS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _hot_kernel(
     hidden,  # (N, H), rows that count first
     weight,  # (V, H)
@@ -232,7 +232,7 @@ def most_pairs(blocks: int, vocab: int) -> int:
     return int(blocks * vocab * MOST_PAIRS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _order_kernel(
     words,  # (blocks, W) int32
     keys,  # (V,) int32
@@ -258,7 +258,7 @@ def _order_kernel(
     tl.store(keys + o_v, tl.where(b_count > 0, b_key, 0), mask=m_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _tile_kernel(
     words,  # (blocks, W) int32
     order,  # (V,) int64
@@ -308,7 +308,7 @@ def place_in_tile(bits, slot, o_c):
     return ((b_word >> (o_c % 32)) & 1) == 1, b_place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "R"])
 def _list_kernel(
     order,  # (V,) int64
     bits,  # (tiles, blocks, 8) int32
