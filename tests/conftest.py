@@ -17,6 +17,11 @@ HERE = Path(__file__).parent
 POISONED = (HERE / "kernels", HERE / "strategies")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--all``: what is tested on a sample is tested on everything."""
+    parser.addoption("--all", action="store_true", help="Every language model class of transformers, not a sample.")
+
+
 def runs_here(item: pytest.Item) -> bool:
     """Whether this machine has what a test runs on: a GPU, or Triton's interpreter for its kernels on a CPU."""
     if not torch.cuda.is_available():

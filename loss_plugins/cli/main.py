@@ -7,6 +7,7 @@ import typer
 from .bench import bench
 from .env import env
 from .estimate import estimate
+from .families import families
 from .plan import plan
 from .strategies import strategies
 from .train import train
@@ -24,6 +25,7 @@ app.command(
 app.command()(strategies)
 app.command()(plan)
 app.command()(estimate)
+app.command()(families)
 app.command()(bench)
 app.command()(env)
 

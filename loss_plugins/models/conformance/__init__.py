@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .check import CHECKS, Evidence, check_class
-from .results import read_results, write_results
+from .results import read_results, results_of, write_results
 
-__all__ = ["CHECKS", "Evidence", "check_class", "read_results", "write_results"]
+__all__ = ["CHECKS", "Evidence", "check_class", "read_results", "results_of", "write_results"]

@@ -18,18 +18,30 @@ def read_results(path: Path = RESULTS) -> dict[str, Any]:
     return found
 
 
-def write_results(found: list[Evidence], path: Path = RESULTS) -> None:
-    """One line a class, so that a change shows as what it is."""
+def results_of(found: list[Evidence]) -> dict[str, Any]:
+    """Results as `read_results` returns them, of today."""
     import torch
     import transformers
 
-    head = {
+    from ..tiny import model_classes
+
+    types = model_classes()
+    classes = {
+        e.name: {"model_types": list(types.get(e.name, ())), **_entry(e)} for e in sorted(found, key=lambda e: e.name)
+    }
+    return {
         "date": datetime.date.today().isoformat(),
         "transformers": transformers.__version__,
         "torch": torch.__version__,
+        "classes": classes,
     }
-    lines = [f"    {json.dumps(e.name)}: {json.dumps(_entry(e))}" for e in sorted(found, key=lambda e: e.name)]
-    text = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
+
+
+def write_results(found: list[Evidence], path: Path = RESULTS) -> None:
+    """One line a class, so that a change shows as what it is."""
+    results = results_of(found)
+    lines = [f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in results.pop("classes").items()]
+    text = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in results.items())
     path.write_text("{\n" + text + '  "classes": {\n' + ",\n".join(lines) + "\n  }\n}\n")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .classes import class_of_type, model_class, model_classes
+from .images import tiny_image_inputs
 from .inputs import tiny_inputs
 from .shrink import VOCAB, exceptions, tiny_config
 
@@ -23,6 +24,7 @@ __all__ = [
     "model_classes",
     "seed_everything",
     "tiny_config",
+    "tiny_image_inputs",
     "tiny_inputs",
     "tiny_model",
 ]
@@ -50,11 +52,11 @@ def tiny_model(name: str, seed: int = 0) -> Any:
     if attention:
         model.set_attn_implementation(attention)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if not parameter.isfinite().all() or parameter.abs().max() > 1e4:
                 parameter.normal_(std=0.02)  # never written by the class's own initialisation
-            elif key.endswith("bias") and not parameter.any():
-                parameter.normal_(std=0.1)
+            elif not parameter.any():
+                parameter.normal_(std=0.1)  # a gate or a bias that starts closed
     return model.train()
 
 

@@ -16,7 +16,12 @@ HEAD = 16
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 KEPT = ("id2label", "label2id", "transformers_version", "model_type", "architectures", "dtype", "_name_or_path")
 TOKENS = re.compile(r"(token_id|token_index|_id)$")
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LISTS: dict[str, list[Any]] = {
+    "image_grid_pinpoints": [[32, 32]],
+    "supported_aspect_ratios": [[1, 1]],
+    "mlp_only_layers": [],
+}
+"""Lists that do not have an entry a layer."""
 
 
 @functools.cache
@@ -97,6 +102,8 @@ def _shrunk(key: Any, value: Any, given: dict[str, Any]) -> Any:
         return _rope(value)
     if isinstance(value, dict):
         return shrink(value)
+    if isinstance(value, list) and key in LISTS:
+        return copy.deepcopy(LISTS[key])
     number = isinstance(value, int) and not isinstance(value, bool)
     if number and key in sizes():
         if key in ("num_key_value_heads", "num_kv_heads"):
@@ -105,7 +112,7 @@ def _shrunk(key: Any, value: Any, given: dict[str, Any]) -> Any:
         return sizes()[key]
     if key in ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id"):
         return 1 if isinstance(value, list) or (number and value >= VOCAB) else value
-    if number and TOKENS.search(key) and value >= VOCAB - 20:
+    if number and TOKENS.search(key) and (value >= VOCAB - 20 or re.match("image|video|audio", key)):
         return VOCAB - 1 - sum(map(ord, key)) % 15
     return value
 

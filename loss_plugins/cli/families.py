@@ -1,0 +1,91 @@
+"""``loss-plugins families``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import ConfigError
+from ._show import explains_errors, shortened, show_json, show_table
+
+
+@explains_errors
+def families(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[CLASS|MODEL_TYPE]...", help="Only these.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    run: Annotated[bool, typer.Option("--run", help="Compare now, with the transformers that is installed.")] = False,
+    write: Annotated[Path | None, typer.Option(help="With --run: also write the results here.", dir_okay=False)] = None,
+) -> None:
+    """Every language model class of transformers: how its loss is computed, and what was compared with stock.
+
+    Without --run, what the run that is dated in the output found. Exit code 1 if a class differs from stock.
+    """
+    from ..models.conformance import read_results
+
+    found = _run(names or [], write) if run else read_results()
+    classes = {name: entry for name, entry in found["classes"].items() if not names or _is_asked(name, entry, names)}
+    if names and not classes:
+        raise ConfigError(
+            f"No class or model type of transformers is called {', '.join(names)}. Leave the name out to see all."
+        )
+    found = found | {"summary": _summary(classes), "classes": classes}
+    if as_json:
+        show_json(found)
+    else:
+        _show(found)
+    if any(entry["status"] == "wrong" for entry in classes.values()):
+        raise typer.Exit(1)
+
+
+def _run(names: list[str], write: Path | None) -> dict[str, Any]:
+    import contextlib
+    import logging
+    import sys
+
+    import transformers
+
+    from ..models.conformance import check_class, results_of, write_results
+    from ..models.tiny import model_classes
+
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    logging.getLogger("loss_plugins").setLevel(logging.ERROR)
+    asked = [n for n, types in model_classes().items() if not names or _is_asked(n, {"model_types": types}, names)]
+    found = []
+    # some models print while they generate
+    bar = typer.progressbar(asked, label="Comparing", file=sys.stderr)
+    with bar, contextlib.redirect_stdout(sys.stderr):
+        for name in bar:
+            found.append(check_class(name))
+    if write is not None:
+        write_results(found, write)
+    return results_of(found)
+
+
+def _is_asked(name: str, entry: dict[str, Any], names: list[str]) -> bool:
+    return name in names or bool(set(entry.get("model_types", ())) & set(names))
+
+
+def _summary(classes: dict[str, Any]) -> dict[str, int]:
+    counts = dict.fromkeys(("fused", "materialised", "unsupported", "not run", "wrong"), 0)
+    for entry in classes.values():
+        counts[entry["status"]] += 1
+    return counts
+
+
+def _show(found: dict[str, Any]) -> None:
+    rows = []
+    for name, entry in found["classes"].items():
+        checks = entry.get("checks", ())
+        off = f"{entry['loss_error']:.0e} / {entry['gradient_error']:.0e}" if checks else ""
+        said = [*entry.get("problems", ()), *([entry["reason"]] if "reason" in entry else ())]
+        compared = [f"{len(checks)} checks in {entry['precision']}"] if checks else []
+        rows.append((name, entry["status"], off, shortened("; ".join([*compared, *said]), 100)))
+    counts = ", ".join(f"{count} {status}" for status, count in found["summary"].items() if count)
+    show_table(
+        f"Language model classes: {counts}",
+        ("class", "status", "loss / gradient off by", "compared"),
+        rows,
+        note=f"transformers {found.get('transformers')}, torch {found.get('torch')}, {found.get('date')}",
+    )
