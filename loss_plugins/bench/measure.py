@@ -32,8 +32,8 @@ WRONG_LOSS = 1e-2
 """Relative error from which a loss is wrong; or four roundings, where a package hands back a half type's loss."""
 MARGIN = 1.1
 """Times the naive way's error that still counts as no worse."""
-HEAD_START = 4_000_000
-"""Cycles (4 ms) that a GPU spins before each timed step, while the host issues it."""
+HEAD_START = 20_000_000
+"""Cycles (10 ms at 2 GHz) that a GPU spins before each timed step, while the host issues it."""
 
 Say = Callable[[str], None]
 

@@ -38,7 +38,7 @@ from ._common import (
     processors,
     transform,
 )
-from .marks import MARKED_ROWS, Marks, hot_reference, is_markable, mark_labels, marks_of
+from .marks import MARKED_ROWS, Marks, hot_reference, is_markable, marks_of
 from .rows import counted_first, packed_rows
 
 
@@ -375,8 +375,7 @@ def linear_ce_forward(
     target = label_logits(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
     marks = Marks.none(hidden, vocab, below)
     if mark:
-        mark_labels(flags, sorted_labels)
-        marks = marks_of(flags, merged[1], merged[5], torch.exp(target - merged[0]), bound)
+        marks = marks_of(flags, sorted_labels, count, merged[0], merged[1], merged[5], target, bound, want_dropped)
     dropped = marks.dropped[place] if want_dropped else merged.new_zeros(0)
     max_, sum_, _, weighted, moment, _ = merged[:, place]
     target = target[place]

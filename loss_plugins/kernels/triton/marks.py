@@ -170,60 +170,110 @@ def _distinct_kernel(
     tl.store(found, tl.minimum(total, most))
 
 
-def mark_labels(flags: Tensor, labels: Tensor) -> None:
-    """Mark every row's label, whose gradient is large where its probability is small. Rows that do not count have a
-    label outside the vocabulary."""
-    block = torch.arange(len(labels), device=labels.device) // MARKED_ROWS
-    counts = (labels >= 0) & (labels < flags.shape[1])
-    # a row without one marks what some row of its block marks anyway, or column 0
-    flags.view(-1).index_fill_(0, block * flags.shape[1] + torch.where(counts, labels, 0), 1)
+@triton.jit(do_not_specialize=["N", "V"])
+def _lost_kernel(
+    labels,  # (N,) int64, rows that count first
+    count,  # () int64
+    maximum,  # (N,) float32
+    sums,  # (N,) float32
+    kept,  # (N,) float32
+    target,  # (N,) float32
+    flags,  # (blocks, V) bytes
+    lost,  # (blocks, 128) float32
+    totals,  # (3, blocks) float32: most lost, lost, not the label's
+    N,
+    V,
+):
+    """What a block's rows lose; and every row's label counts, since its gradient is large where it is improbable."""
+    i_b = tl.program_id(0)
+    o_r = tl.arange(0, 128)
+    o_n = i_b * 128 + o_r
+    m_n = (o_n < N) & (o_n < tl.load(count))
+    b_sum = tl.load(sums + o_n, mask=m_n, other=1.0)
+    b_lost = 1 - tl.load(kept + o_n, mask=m_n, other=1.0) / b_sum
+    b_at_label = tl.exp(tl.load(target + o_n, mask=m_n, other=0.0) - tl.load(maximum + o_n, mask=m_n, other=0.0))
+    b_wrong = tl.where(m_n, 1 - b_at_label / b_sum, 0.0)
+    # NaN (a poisoned row) must not pass for a small loss
+    b_lost = tl.where(b_lost <= 2, b_lost, float("inf"))
+    tl.store(lost + i_b * 128 + o_r, b_lost)
+    blocks = tl.num_programs(0)
+    tl.store(totals + i_b, tl.max(b_lost))
+    tl.store(totals + blocks + i_b, tl.sum(b_lost))
+    tl.store(totals + 2 * blocks + i_b, tl.sum(b_wrong))
+    b_label = tl.load(labels + o_n, mask=m_n, other=-1)
+    m_label = (b_label >= 0) & (b_label < V)
+    tl.store(flags + i_b.to(tl.int64) * V + b_label, tl.full((128,), 1, tl.int8), mask=m_label)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "V", "W"])
 def _pack_kernel(
     flags,  # (blocks, V) bytes
-    whole,  # (blocks,) bool, blocks that keep every column
+    totals,  # (3, blocks) float32
     words,  # (blocks, W) int32
     pairs,  # (blocks, tiles) int32
+    whole,  # (blocks,) bytes, blocks that keep every column
+    blocks,
     V,
     W,
+    bound,
+    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     i_b = tl.program_id(0).to(tl.int64)
+    o_b = tl.arange(0, BLOCKS)
+    lost = tl.sum(tl.load(totals + blocks + o_b, mask=o_b < blocks, other=0.0))
+    keep = tl.where(lost == float("inf"), 1, 0)
+    if BOUNDED:
+        wrong = tl.sum(tl.load(totals + 2 * blocks + o_b, mask=o_b < blocks, other=0.0))
+        keep = tl.maximum(keep, tl.where(tl.load(totals + i_b) > bound, 1, 0))
+        keep = tl.maximum(keep, tl.where(lost > wrong * (bound / 4), 1, 0))
     o_w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     o_bit = tl.arange(0, 32)
     o_v = o_w[:, None] * 32 + o_bit[None, :]
     m_v = o_v < V
     b_bit = tl.load(flags + i_b * V + o_v, mask=m_v, other=0).to(tl.int32)
-    b_bit = tl.where(m_v & tl.load(whole + i_b), 1, b_bit)
+    b_bit = tl.where(m_v, tl.maximum(b_bit, keep), 0)
     tl.store(words + i_b * W + o_w, tl.sum(b_bit << o_bit[None, :], 1), mask=o_w < W)
     tl.store(pairs + i_b * tl.num_programs(1) + tl.program_id(1), tl.sum(b_bit))
+    tl.store(whole + i_b, keep.to(tl.int8))
 
 
-def marks_of(flags: Tensor, sums: Tensor, kept: Tensor, at_label: Tensor, bound: float) -> Marks:
-    """The marks, from the forward's bytes (blocks, V) and each row's sum, what of it counts, and its label's term.
+def marks_of(
+    flags: Tensor,  # (blocks, V) int8, the forward's, to which the labels are added
+    labels: Tensor,  # (N,) int64, rows that count first
+    count: Tensor,  # () int64
+    maximum: Tensor,  # (N,) float32
+    sums: Tensor,  # (N,) float32, of exp(z - maximum)
+    kept: Tensor,  # (N,) float32, what of that counts
+    target: Tensor,  # (N,) float32
+    bound: float,
+    want_dropped: bool,
+) -> Marks:
+    """The marks. A block keeps every column if one of its rows would lose more than ``bound``.
 
-    A block keeps every column if one of its rows would lose more than ``bound``. All blocks do if the rows together
-    would lose more than a quarter of ``bound`` times the probability that is not their labels': the gradient is as
-    large as that, so a model that is nearly certain is computed exactly too. ``bound`` 1 never steps in. All terms are
-    0 in rows that do not count.
+    All blocks do if the rows together would lose more than a quarter of ``bound`` times the probability that is not
+    their labels': the gradient is as large as that, so a model that is nearly certain is computed exactly too.
+    ``bound`` 1 only steps in where a row is no number. ``dropped`` is zeros unless it is wanted.
     """
-    (blocks, vocab), rows = flags.shape, len(sums)
-    words = torch.empty(blocks, triton.cdiv(vocab, 32), dtype=torch.int32, device=flags.device)
-    counted = sums != 0
-    # NaN (a poisoned row) must not pass for a small loss
-    lost = torch.where(counted, 1 - kept / sums, 0.0)
-    wrong = torch.where(counted, 1 - at_label / sums, 0.0)
-    lost_blocks = torch.nn.functional.pad(lost, (0, blocks * MARKED_ROWS - rows)).view(blocks, MARKED_ROWS)
-    whole = torch.zeros(blocks, dtype=torch.bool, device=flags.device)
-    if bound < 1:
-        whole = ~(lost_blocks.amax(1) <= bound) | ~(lost.sum() <= wrong.sum() * (bound / 4))
-    tiles = triton.cdiv(words.shape[1], 128)
-    pairs = torch.empty(blocks, tiles, dtype=torch.int32, device=flags.device)
-    with on(flags.device):
-        _pack_kernel[(blocks, tiles)](flags, whole, words, pairs, vocab, words.shape[1], BLOCK=128)
-    everything = whole | (pairs.sum() > most_pairs(blocks, vocab))
-    dropped = torch.where(everything[:, None], 0.0, lost_blocks).view(-1)[:rows]
+    (blocks, vocab), rows, device = flags.shape, len(sums), flags.device
+    width = triton.cdiv(vocab, 32)
+    tiles = triton.cdiv(width, 128)
+    words = torch.empty(blocks, width, dtype=torch.int32, device=device)
+    pairs = torch.empty(blocks, tiles, dtype=torch.int32, device=device)
+    lost = torch.empty(blocks, MARKED_ROWS, dtype=torch.float32, device=device)
+    totals = torch.empty(3, blocks, dtype=torch.float32, device=device)
+    whole = torch.empty(blocks, dtype=torch.int8, device=device)
+    with on(device):
+        _lost_kernel[(blocks,)](labels, count, maximum, sums, kept, target, flags, lost, totals, rows, vocab)
+        _pack_kernel[(blocks, tiles)](
+            flags, totals, words, pairs, whole, blocks, vocab, width, bound, BLOCKS=triton.next_power_of_2(blocks),
+            BLOCK=128, BOUNDED=bound < 1,
+        )  # fmt: skip
+    dropped = lost.new_zeros(rows)
+    if want_dropped:
+        everything = (whole > 0) | (pairs.sum() > most_pairs(blocks, vocab))
+        dropped = torch.where(everything[:, None], 0.0, lost).view(-1)[:rows]
     return Marks(words, dropped)
 
 
