@@ -7,7 +7,7 @@ of dW and sums over those blocks. No atomics, so the result is the same every ti
 is zero.
 
 What is left out of dX is not dropped: a row's probabilities sum to 1, so the mass that is missing is known, and it is
-put on the mean of the head's rows, eq. (10). That halves the error of dX.
+put on the mean of the head's rows, eq. (11). That halves the error of dX.
 
 If too much would be lost, or too many columns count, nothing happens here, and `backward.py` computes everything: the
 lists are empty or the rows that count there are zero, as the device decides.

@@ -13,40 +13,14 @@ from torch import Tensor
 from ._common import on
 
 
-@triton.jit(do_not_specialize=["N", "ignore_index"])
-def _counted_kernel(
-    labels,  # (N,) int64
-    order,  # (N,) int64
-    place,  # (N,) int64
-    count,  # () int64
-    N,
-    ignore_index,
-    BLOCK: tl.constexpr,
-):
-    total = 0
-    for i in range(0, N, BLOCK):
-        o_n = i + tl.arange(0, BLOCK)
-        b_counts = tl.load(labels + o_n, mask=o_n < N, other=ignore_index) != ignore_index
-        total += tl.sum(b_counts.to(tl.int32))
-    tl.store(count, total)
-    before = 0
-    for i in range(0, N, BLOCK):
-        o_n = i + tl.arange(0, BLOCK)
-        b_counts = tl.load(labels + o_n, mask=o_n < N, other=ignore_index) != ignore_index
-        b_before = before + tl.cumsum(b_counts.to(tl.int32))
-        b_place = tl.where(b_counts, b_before - 1, total + o_n - b_before)
-        tl.store(place + o_n, b_place, mask=o_n < N)
-        tl.store(order + b_place, o_n, mask=o_n < N)
-        before += tl.sum(b_counts.to(tl.int32))
-
-
 def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """(order, place, count): the rows that carry a label first, the inverse of that, and how many, all on the device,
     so that the host never waits to learn it."""
-    order, place, count = torch.empty_like(labels), torch.empty_like(labels), labels.new_empty(())
-    with on(labels.device):
-        _counted_kernel[(1,)](labels, order, place, count, len(labels), ignore_index, BLOCK=1024)
-    return order, place, count
+    counts = labels != ignore_index
+    before = counts.cumsum(0)
+    rows = torch.arange(len(labels), device=labels.device)
+    place = torch.where(counts, before - 1, before[-1] + rows - before)
+    return torch.empty_like(place).scatter_(0, place, rows), place, before[-1]
 
 
 @triton.jit(do_not_specialize=["N"])
