@@ -60,8 +60,8 @@ class LossConfig:
     loss_statistics: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Extra numbers to log from the same pass, without logits: accuracy, entropy, and dropped, the share "
-            "of probability that cce's filter left out."
+            "help": "Extra numbers to log from the same pass, without logits: accuracy, entropy, and dropped, the "
+            "share of probability that cce's filter left out."
         },
     )
 

@@ -37,7 +37,7 @@ class Case:
         rows, width, vocab = shape
         self.hidden, self.weight, self.labels = peaked(rows, width, vocab, dtype, device, often)
         # a part in common moves no probability, but what is missing to a row's sum shows
-        self.weight = (self.weight.float() + 0.1).to(head or dtype)
+        self.weight = (self.weight.float() + 0.3).to(head or dtype)
         self.hidden = self.hidden.to(trunk or dtype)
         g = torch.Generator().manual_seed(3)
         self.bias = torch.randn(vocab, generator=g).div(2).to(device, dtype) if bias else None
@@ -105,6 +105,7 @@ class Case:
         """Run, and compare with what the marks say. Returns the marks and the gradients."""
         out, got = self.run()
         bits = bits_of(out[6], len(self.weight))
+        assert int(bits.sum()) <= most_pairs(*bits.shape)
         oracle, same = self.wanted(bits)
         for name, need, below, actual, want, like in zip(
             ("dX", "dW"), self.needs, self.below, got, oracle, same, strict=False
@@ -123,15 +124,15 @@ def assert_same_bits(got, want):
 CASES = {
     "plain": {},
     "float16": {"dtype": torch.float16},
-    "softcap": {"softcap": 20.0},
+    "softcap": {"softcap": 40.0},
     "scale": {"scale": 0.8},
     "z-loss": {"z_loss": 1e-2},
     "class weight": {"class_weight": True},
     "token weights": {"token_weight": True},
     "bias, not trained": {"bias": True},
-    "all": {"softcap": 20.0, "scale": 1.2, "z_loss": 1e-2, "class_weight": True, "token_weight": True, "bias": True},
+    "all": {"softcap": 40.0, "scale": 1.2, "z_loss": 1e-2, "class_weight": True, "token_weight": True, "bias": True},
     "all, float16": {
-        "dtype": torch.float16, "softcap": 20.0, "scale": 1.2, "z_loss": 1e-2, "class_weight": True,
+        "dtype": torch.float16, "softcap": 40.0, "scale": 1.2, "z_loss": 1e-2, "class_weight": True,
         "token_weight": True, "bias": True,
     },
     "float32 head": {"head": torch.float32},
@@ -157,7 +158,7 @@ def test_what_is_marked_is_computed(device, case, monkeypatch):
     out, bits, got = case.check()
     valid = (case.labels != -100).cpu()
     pairs = int(bits.sum())
-    assert 0 < pairs <= most_pairs(*bits.shape)
+    assert pairs > 0
     assert (bits_of(out[6], len(case.weight) + -len(case.weight) % 32).sum()) == pairs
     # and that is not what would have been computed without a filter
     lost = mass(case.logits().softmax(1).cpu(), bits, case.order().cpu(), valid)
@@ -201,7 +202,8 @@ def test_one_gradient_is_filtered_and_the_other_exact(device, case, exact):
     off, both = case.run((0.0, 0.0))[1], case.run()[1]
     got = case.run((0.0, BELOW) if exact == "hidden" else (BELOW, 0.0))[1]
     first, second = (off, both) if exact == "hidden" else (both, off)
-    assert torch.equal(got[0], first[0])
+    # a block's columns are in another order where dW does not need one
+    assert torch.equal(got[0], first[0]) or (exact == "weight" and relative_error(got[0], first[0]) < 4e-3)
     assert torch.equal(got[1], second[1])
     assert not torch.equal(off[0], both[0]) and not torch.equal(off[1], both[1])
 
@@ -276,7 +278,7 @@ def test_ignored_rows(device, rows, left):
 @pytest.mark.parametrize("device", DEVICES)
 def test_improbable_labels(device):
     """Every label has next to no probability, so that its column is in no row's list but for the label."""
-    case = Case(device)
+    case = Case(device, shape=(300, 64, 5003))
     case.labels = torch.where(case.labels == -100, -100, torch.arange(300, device=device) % 20 + 900)
     p = case.logits().softmax(1)
     valid = case.labels != -100
@@ -286,8 +288,8 @@ def test_improbable_labels(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_label_only_the_last_rows_have(device):
-    case = Case(device)
+def test_a_label_only_the_last_row_has(device):
+    case = Case(device, shape=(300, 64, 5003))
     case.labels[:] = 3
     case.labels[-1] = 1000
     _, bits, got = case.check()

@@ -170,7 +170,8 @@ def _distinct_kernel(
     tl.store(found, tl.minimum(total, most))
 
 
-@triton.jit(do_not_specialize=["N", "V"])
+# rows of one matrix: whether they begin on 16 bytes depends on the number of rows
+@triton.jit(do_not_specialize=["N", "V"], do_not_specialize_on_alignment=["maximum", "sums", "kept", "target"])
 def _lost_kernel(
     labels,  # (N,) int64, rows that count first
     count,  # () int64
@@ -216,16 +217,17 @@ def _pack_kernel(
     V,
     W,
     bound,
-    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
     i_b = tl.program_id(0).to(tl.int64)
-    o_b = tl.arange(0, BLOCKS)
-    lost = tl.sum(tl.load(totals + blocks + o_b, mask=o_b < blocks, other=0.0))
+    lost, wrong = 0.0, 0.0
+    for i_first in range(0, blocks, 64):
+        o_b = i_first + tl.arange(0, 64)
+        lost += tl.sum(tl.load(totals + blocks + o_b, mask=o_b < blocks, other=0.0))
+        wrong += tl.sum(tl.load(totals + 2 * blocks + o_b, mask=o_b < blocks, other=0.0))
     keep = tl.where(lost == float("inf"), 1, 0)
     if BOUNDED:
-        wrong = tl.sum(tl.load(totals + 2 * blocks + o_b, mask=o_b < blocks, other=0.0))
         keep = tl.maximum(keep, tl.where(tl.load(totals + i_b) > bound, 1, 0))
         keep = tl.maximum(keep, tl.where(lost > wrong * (bound / 4), 1, 0))
     o_w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -267,9 +269,8 @@ def marks_of(
     with on(device):
         _lost_kernel[(blocks,)](labels, count, maximum, sums, kept, target, flags, lost, totals, rows, vocab)
         _pack_kernel[(blocks, tiles)](
-            flags, totals, words, pairs, whole, blocks, vocab, width, bound, BLOCKS=triton.next_power_of_2(blocks),
-            BLOCK=128, BOUNDED=bound < 1,
-        )  # fmt: skip
+            flags, totals, words, pairs, whole, blocks, vocab, width, bound, BLOCK=128, BOUNDED=bound < 1
+        )
     dropped = lost.new_zeros(rows)
     if want_dropped:
         everything = (whole > 0) | (pairs.sum() > most_pairs(blocks, vocab))

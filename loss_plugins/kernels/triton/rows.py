@@ -17,7 +17,10 @@ def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Te
     """(order, place, count): the rows that carry a label first, the inverse of that, and how many, all on the device,
     so that the host never waits to learn it."""
     counts = labels != ignore_index
-    before = counts.cumsum(0)
+    # so that the last entry, the count, begins on 16 bytes: an odd number of rows would compile every kernel again
+    size, shift = len(labels), (len(labels) - 1) % 2
+    before = torch.empty(size + 1, dtype=torch.int64, device=labels.device)[shift : shift + size]
+    torch.cumsum(counts, 0, out=before)
     rows = torch.arange(len(labels), device=labels.device)
     place = torch.where(counts, before - 1, before[-1] + rows - before)
     return torch.empty_like(place).scatter_(0, place, rows), place, before[-1]
