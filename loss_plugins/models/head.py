@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PatchError
+from .families import family_of
 from .swap import base_class, is_swapped, swap
 
 SHARDING = ("torch.distributed", "torch._", "deepspeed", "accelerate")
@@ -102,14 +103,17 @@ class Head:
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Module]:
-    """The path of the module that owns the head ("" for ``model``), and the head.
+    """The path of the module that owns the head ("" for ``model``) or is it, and the head.
 
     Raises:
         PatchError: there is none, several, or one that is no single module with logits as its result.
     """
     name = base_class(model).__name__
-    head = head_of(model)
-    path = ""
+    family = family_of(str(getattr(getattr(model, "config", None), "model_type", "")))
+    path = (family.head if family is not None else None) or ""
+    if path and path not in dict(model.named_modules()):
+        path = ""
+    head = head_of(model.get_submodule(path))
     if head is None:
         owners: dict[int, tuple[str, nn.Module]] = {}
         for path_, module in model.named_modules():
@@ -143,10 +147,10 @@ def each_head(head: nn.Module) -> list[nn.Module]:
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """``model.get_output_embeddings()``, or None where it has no such thing."""
+    """``model.get_output_embeddings()``, ``model`` itself if it is a linear layer, or None."""
     ask = getattr(model, "get_output_embeddings", None)
     if ask is None:
-        return None
+        return model if isinstance(model, nn.Linear) else None
     try:
         head = ask()
     except (NotImplementedError, AttributeError):

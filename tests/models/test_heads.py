@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from loss_plugins import patch_model
 from loss_plugins.errors import PatchError, UnsupportedError
 from loss_plugins.models.patch import find_handle
+from loss_plugins.models.tiny import tiny_inputs, tiny_model
 
 peft = pytest.importorskip("peft", reason="these tests adapt heads with PEFT")
 
@@ -361,3 +362,21 @@ def test_several_heads_or_a_dictionary_of_them_are_refused() -> None:
 
     with pytest.raises(PatchError, match="ModuleDict"):
         patch_model(Books(), "cce")
+
+
+def test_head_that_a_family_names() -> None:
+    model = tiny_model("FSMTForConditionalGeneration")
+    assert isinstance(model.get_output_embeddings(), nn.Embedding)
+    with patch_model(model, "cce") as handle:
+        assert "head model.decoder.output_projection: Linear" in handle.explain()
+        model(**tiny_inputs(model)).loss.backward()
+        assert (handle.counts.fused, handle.counts.materialised) == (1, 0)
+    assert type(model.model.decoder.output_projection) is nn.Linear
+    with pytest.raises(PatchError, match="Embedding"):
+        patch_model(model.model, "cce")
+
+
+def test_explain_names_a_list_of_heads_once() -> None:
+    model = tiny_model("MusicgenForCausalLM")
+    with patch_model(model, "cce") as handle:
+        assert "head lm_heads (4 of them): Linear" in handle.explain()

@@ -249,7 +249,7 @@ class Comparison:
         missing: list[tuple[int, ...]] = []
         assert same(ours, theirs, missing, LOSS_BOUND[self.subject.dtype]), "another field differs"
         assert bool(missing) != self.materialises, f"the logits are {'missing' if missing else 'there'}"
-        assert all(shape[-1] in range(VOCAB - 16, VOCAB + 128) for shape in missing), f"missing: {missing}"
+        assert all(shape[-1] >= VOCAB - 16 for shape in missing), f"missing: {missing}"
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

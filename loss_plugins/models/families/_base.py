@@ -15,9 +15,11 @@ class ModelFamily:
         note: One sentence for `explain`.
         status: ``fused``: no logits; ``materialised``: exact, but with logits; ``unsupported``: refused when patched.
         reason: Why, where the status is not ``fused``.
+        head: Path of the head in the model, where ``get_output_embeddings()`` does not return it.
     """
 
     model_types: tuple[str, ...]
     note: str
     status: Literal["fused", "materialised", "unsupported"] = "fused"
     reason: str | None = None
+    head: str | None = None

@@ -15,11 +15,11 @@ MAPPINGS = {
 
 @functools.cache
 def model_classes(*kinds: str) -> dict[str, tuple[str, ...]]:
-    """Names of the classes of these mappings (default: causal and image-text), each with its model types."""
+    """Names of the classes of these mappings (default: all), each with its model types."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, list[str]] = {}
-    for kind in kinds or ("causal", "image-text"):
+    for kind in kinds or MAPPINGS:
         for model_type, names in getattr(modeling_auto, MAPPINGS[kind]).items():
             for name in (names,) if isinstance(names, str) else names:
                 types = found.setdefault(name, [])

@@ -28,6 +28,9 @@ def tiny_inputs(model: Any, rows: int = ROWS, length: int = LENGTH, seed: int = 
         inputs["input_ids"] = torch.randint(FIRST, LAST, (rows, length), generator=generator)
         if "attention_mask" in accepted:
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if name in accepted:
+                inputs[name] = torch.zeros_like(inputs["input_ids"])
     if "labels" in accepted:
         labels = torch.randint(FIRST, LAST, (rows, length), generator=generator)
         labels[0, :4] = -100
