@@ -15,6 +15,7 @@ from loss_plugins.kernels.triton import filtered, marks
 from loss_plugins.kernels.triton.marks import MARKED_ROWS, most_pairs
 from loss_plugins.testing import assert_within_reference_error, relative_error
 
+pytestmark = pytest.mark.usefixtures("one_strip")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BELOW = 2.0**-7
 

@@ -12,6 +12,7 @@ from loss_plugins.kernels import ops  # noqa: E402
 from loss_plugins.kernels.triton import marks  # noqa: E402
 from loss_plugins.kernels.triton.marks import MARKED_ROWS, distinct, is_markable, listed, most_pairs  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_strip")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BELOW = 2.0**-7
 
@@ -85,6 +86,24 @@ def test_what_is_markable():
     assert is_markable(256, 128, torch.bfloat16) and is_markable(300, 256, torch.float16)
     assert not is_markable(255, 128, torch.bfloat16)
     assert not is_markable(256, 64, torch.bfloat16) and not is_markable(256, 128, torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("strips", [2, 5, 33])
+def test_what_counts_is_marked_in_every_strip(device, strips, monkeypatch):
+    """However the vocabulary is cut; more strips begin with less of the sum, so they mark no less."""
+    from loss_plugins.kernels.triton import linear_ce
+
+    hidden, weight, labels = peaked(300, 64, 4127, torch.bfloat16, device)
+    p, one, order, _ = forward(hidden, weight, labels)
+    monkeypatch.setattr(linear_ce, "programs_for", lambda rows, tiles, blocks, device: strips * (-(-rows // blocks.n)))
+    _, bits, _, dropped = forward(hidden, weight, labels)
+    valid = (labels != -100).cpu()
+    for i, block in enumerate(order.split(MARKED_ROWS)):
+        block = block[valid[block]]
+        assert not ((p[block] >= BELOW * 1.001).any(0) & ~bits[i]).any()
+    assert not (one & ~bits).any() and bits.sum() > one.sum()
+    assert (mass(p, bits, order, valid) <= dropped + 1e-5).all() or (dropped == 0).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
