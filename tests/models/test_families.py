@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import DECODERS, FAMILIES, VOCAB, all_double, assert_same_gradients, batch, make, step, twins
+from tiny_models import DECODERS, FAMILIES, VOCAB, assert_same_gradients, batch, make, step, twins
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loss_plugins import patch_model
+from loss_plugins.models.conformance.double import all_double
 
 STRATEGIES = ["naive", "chunked", "flce", "cce"]
 

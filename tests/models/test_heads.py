@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_deferred import Toy, gradients, inputs, plain
-from tiny_models import VOCAB, WIDTH, all_double, assert_same_gradients, batch, make, step, twins
+from tiny_models import VOCAB, WIDTH, assert_same_gradients, batch, make, step, twins
 from torch import Tensor, nn
 
 from loss_plugins import patch_model
 from loss_plugins.errors import PatchError, UnsupportedError
+from loss_plugins.models.conformance.double import all_double
 from loss_plugins.models.patch import find_handle
 from loss_plugins.models.tiny import tiny_inputs, tiny_model
 

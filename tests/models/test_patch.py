@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 from test_deferred import Toy, inputs, plain
-from tiny_models import all_double, assert_same_gradients, batch, make, step, twins
+from tiny_models import assert_same_gradients, batch, make, step, twins
 from torch import nn
 
 from loss_plugins import LossConfig, PatchHandle, patch_model
 from loss_plugins.errors import ConfigError, PatchError
+from loss_plugins.models.conformance.double import all_double
 from loss_plugins.models.families import FAMILIES, ModelFamily, family_of
 from loss_plugins.models.patch import find_handle
 

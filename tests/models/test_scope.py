@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_deferred import RECORDED, Toy, below, gradients, inputs, mask_one_token, twin_toys
-from tiny_models import VOCAB, all_double, assert_same_gradients, batch, make, step, twins
+from tiny_models import VOCAB, assert_same_gradients, batch, make, step, twins
 from torch import Tensor, nn
 
 from loss_plugins import LossConfig, patch_model
 from loss_plugins.errors import ConfigError
+from loss_plugins.models.conformance.double import all_double
 from loss_plugins.models.token_weight import aligned_token_weight
 
 STRATEGIES = ["naive", "chunked", "flce", "cce"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,29 +112,6 @@ def batch(name: str = "llama", rows: int = 2, length: int = 12, seed: int = 0) -
         inputs["pixel_values"] = torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64)
         inputs["token_type_ids"] = (ids == VOCAB - 1).long()
     return inputs
-
-
-@contextlib.contextmanager
-def all_double() -> Iterator[None]:
-    """Models round to float32 inside (``.float()``, ``.to(torch.float32)``), which would hide differences below 1e-7."""
-    to, float_, softmax = Tensor.to, Tensor.float, torch.nn.functional.softmax
-
-    def to_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return to(self, *args, **kwargs)
-
-    def softmax_double(input: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-        return softmax(input, *args, dtype=torch.float64 if dtype is torch.float32 else dtype, **kwargs)
-
-    Tensor.to, Tensor.float = to_double, Tensor.double  # type: ignore[method-assign]
-    torch.nn.functional.softmax = softmax_double
-    try:
-        yield
-    finally:
-        Tensor.to, Tensor.float = to, float_  # type: ignore[method-assign]
-        torch.nn.functional.softmax = softmax
 
 
 def step(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
