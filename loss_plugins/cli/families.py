@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,27 +43,35 @@ def families(
 
 
 def _run(names: list[str], write: Path | None) -> dict[str, Any]:
-    import contextlib
-    import logging
     import sys
-
-    import transformers
 
     from ..models.conformance import check_class, results_of, write_results
     from ..models.tiny import model_classes
 
-    transformers.logging.set_verbosity(logging.CRITICAL)
-    logging.getLogger("loss_plugins").setLevel(logging.ERROR)
     asked = [n for n, types in model_classes().items() if not names or _is_asked(n, {"model_types": types}, names)]
     found = []
     # some models print while they generate
     bar = typer.progressbar(asked, label="Comparing", file=sys.stderr)
-    with bar, contextlib.redirect_stdout(sys.stderr):
+    with bar, contextlib.redirect_stdout(sys.stderr), _silence():
         for name in bar:
             found.append(check_class(name))
     if write is not None:
         write_results(found, write)
     return results_of(found)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Without what transformers and we say about models that nobody would train."""
+    loggers = {"transformers": logging.CRITICAL, "loss_plugins": logging.ERROR}
+    before = {name: logging.getLogger(name).level for name in loggers}
+    for name, level in loggers.items():
+        logging.getLogger(name).setLevel(level)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _is_asked(name: str, entry: dict[str, Any], names: list[str]) -> bool:

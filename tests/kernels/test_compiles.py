@@ -36,7 +36,7 @@ def test_every_kernel_compiles_and_fits(target, tmp_path):
     assert result.stdout.count("shared") >= 14
     # rows that are not aligned are loaded without stages; were all of them so, their memory would prove nothing
     sizes = [int(size) for size in re.findall(r"_dz_kernel 128x128x64 .*shared (\d+)$", result.stdout, re.MULTILINE)]
-    assert max(sizes) >= 2 * min(sizes) > 0
+    assert max(sizes) - min(sizes) >= 32 << 10  # a stage of both operands, at least
 
 
 def test_a_tile_that_does_not_fit_is_seen(tmp_path):
