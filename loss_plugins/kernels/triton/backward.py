@@ -32,12 +32,12 @@ from ._common import (
     can_tma,
     compute_dtype,
     descriptor,
-    exp_difference,
     fast_exp,
     logits_tile,
     on,
     precision,
     processors,
+    softmax_gradient,
     transform,
 )
 from .filtered import Seen, add_filtered
@@ -110,12 +110,7 @@ def _dz_kernel(
             PRECISION, TMA,
         )  # fmt: skip
         b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-        # rows past the end have an infinite log-sum-exp, so their probabilities are zero
-        b_lse = tl.load(lse + o_n, mask=m_n, other=float("inf"))
-        b_dz = exp_difference(b_z, b_lse[:, None], FAST) * tl.load(coef_p + o_n, mask=m_n, other=0.0)[:, None]
-        b_label = tl.load(labels + o_n, mask=m_n, other=-1)
-        b_at_label = tl.load(coef_label + o_n, mask=m_n, other=0.0)
-        b_dz -= tl.where(o_v[None, :] == b_label[:, None], b_at_label[:, None], 0.0)
+        b_dz = softmax_gradient(b_z, lse, coef_p, coef_label, labels, o_n, m_n, o_v, FAST)
         if HAS_SMOOTHING:
             b_spread = tl.load(coef_weight + o_n, mask=m_n, other=0.0)[:, None]
             if HAS_CLASS_WEIGHT:

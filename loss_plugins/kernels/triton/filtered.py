@@ -27,7 +27,6 @@ from ._common import (
     blocks_for,
     compute_dtype,
     descriptor,
-    exp_difference,
     fast_exp,
     gathered,
     has_bulk_copies,
@@ -36,6 +35,7 @@ from ._common import (
     on,
     precision,
     processors,
+    softmax_gradient,
     transform,
 )
 from .marks import MARKED_ROWS, Lists, place_in_tile
@@ -95,12 +95,7 @@ def _vectors_kernel(
         weight_col, 0, 0, m_n, m_v, H, 128, 128, BLOCK_H, DTYPE, PRECISION, False,
     )  # fmt: skip
     b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-    # rows past the end have an infinite log-sum-exp, so their probabilities are zero
-    b_lse = tl.load(lse + o_n, mask=m_n, other=float("inf"))
-    b_dz = exp_difference(b_z, b_lse[:, None], FAST) * tl.load(coef_p + o_n, mask=m_n, other=0.0)[:, None]
-    b_label = tl.load(labels + o_n, mask=m_n, other=-1)
-    b_at_label = tl.load(coef_label + o_n, mask=m_n, other=0.0)
-    b_dz -= tl.where(o_v[None, :] == b_label[:, None], b_at_label[:, None], 0.0)
+    b_dz = softmax_gradient(b_z, lse, coef_p, coef_label, labels, o_n, m_n, o_v, FAST)
     tl.store(sums + i_chunk.to(tl.int64) * 128 + o_r, tl.sum(tl.where(m_v[None, :], b_dz, 0.0), 1))
     if HAS_SOFTCAP:
         b_z = b_z / softcap
