@@ -62,10 +62,14 @@ class Problem:
     """The head is a module to be called, not a weight to be multiplied."""
     triton: bool = False
     """Triton kernels compute wherever the options leave that open, see `on`."""
+    bulk_copies: bool = False
+    """The GPU is a Hopper or later, whose Triton kernels filter and make flce in one pass, see `on`."""
 
     def on(self, profile: DeviceProfile) -> Problem:
         """The same on a device, so that `peak_bytes` can tell whose kernels will run there."""
-        return replace(self, triton=profile.can_triton and not profile.interpreted and self.dtype != torch.float64)
+        on_gpu = profile.can_triton and not profile.interpreted
+        bulk_copies = on_gpu and profile.kind == "cuda" and profile.capability >= (9, 0)
+        return replace(self, triton=on_gpu and self.dtype != torch.float64, bulk_copies=bulk_copies)
 
     @property
     def differentiable(self) -> bool:

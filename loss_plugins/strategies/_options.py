@@ -63,6 +63,11 @@ def no_triton(kernels: str, problem: Problem, profile: DeviceProfile) -> str | N
     return None
 
 
+def on_triton(kernels: str, problem: Problem) -> bool:
+    """Whether Triton's kernels are those whose memory counts."""
+    return (kernels == "triton" or (kernels == "auto" and problem.triton)) and problem.dtype != torch.float64
+
+
 def backend_for(kernels: str, profile: DeviceProfile, dtype: torch.dtype | None = None) -> str:
     """The folder of kernels that computes: what was asked for, or Triton wherever it can launch for real.
 

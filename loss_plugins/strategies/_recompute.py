@@ -4,7 +4,7 @@ gradient that will come back."""
 from __future__ import annotations
 
 from ..kernels import ops
-from ._base import RowLoss, Rows
+from ._base import Problem, RowLoss, Rows
 
 
 def recomputed(
@@ -27,3 +27,28 @@ def recomputed(
     )  # fmt: skip
     loss = loss * rows.row_scale
     return RowLoss(loss.sum() if rows.reduce else loss, nll, lse, entropy, predicted, dropped)
+
+
+def triton_bytes(problem: Problem, workspace: int, marks: bool = False) -> int:
+    """``peak_bytes`` of this way by Triton's kernels, as `kernels/triton/backward.py` divides the workspace; ``marks``:
+    with a filter."""
+    rows, size, blocks = problem.rows, problem.dtype.itemsize, -(-problem.rows // 128)
+    packed = rows * problem.hidden * size  # a copy of the rows, those that count first
+    # six numbers a program and row, and a byte for each column and block until bits are made of them
+    tall = 256 if size == 2 and rows >= 256 else 128
+    forward = packed + max(-(-rows // tall), 132) * tall * 24 + blocks * problem.vocab * marks
+    if not problem.differentiable:
+        return forward
+    total = rows * problem.hidden * 4 * problem.needs_hidden  # dX in float32
+    columns = min(max((workspace - total - (8 << 20)) // (rows * size), 2048), problem.vocab)
+    work = rows * columns * size  # a slice of dZ; further ones lie in dW
+    if problem.weight_dtype not in (None, problem.dtype):
+        work += columns * problem.hidden * size  # its part of the head, cast
+    if marks:
+        lists = blocks * problem.vocab
+        least = max(1 << 17, 256 * blocks)
+        vectors = max((workspace - total - lists) // (128 * size), least)
+        work = max(work, lists + min(vectors, lists // 12 + 256 * blocks) * 128 * size)
+    # the copy of the rows is gone when dX is rounded
+    copied = packed if not problem.needs_hidden else 0
+    return max(forward, problem.gradient_bytes + total + work + copied)

@@ -17,8 +17,8 @@ import torch
 from ..device import DeviceProfile
 from ..errors import ConfigError, unknown_name
 from ._base import Problem, RowLoss, Rows
-from ._options import backend_for, check_kernels, check_workspace, no_triton, workspace_bytes
-from ._recompute import recomputed
+from ._options import backend_for, check_kernels, check_workspace, no_triton, on_triton, workspace_bytes
+from ._recompute import recomputed, triton_bytes
 
 AUTO_FILTER = 2.0**-12
 AUTO_BOUND = 0.5
@@ -97,9 +97,10 @@ class Cce:
         return no_triton(options.kernels, problem, profile)
 
     def peak_bytes(self, problem: Problem, options: CceOptions) -> int:
-        on_triton = options.kernels == "triton" or (options.kernels == "auto" and problem.triton)
-        if on_triton and problem.dtype != torch.float64:
-            return _triton_bytes(problem, options, self.tile_bytes(problem, options))
+        if on_triton(options.kernels, problem):
+            marks = problem.bulk_copies and problem.dtype.itemsize == 2 and problem.rows >= FEWEST_ROWS
+            marks = marks and problem.differentiable and any(options.thresholds)
+            return triton_bytes(problem, self.tile_bytes(problem, options), marks)
         size = problem.accumulator.itemsize
         tile = min(self.tile_bytes(problem, options), problem.logits_bytes)
         peak = problem.gradient_bytes + tile * 3
@@ -149,30 +150,6 @@ class Cce:
         if rows.label_smoothing or needs_bias or problem.rows < FEWEST_ROWS:
             return 0.0, 0.0
         return filter_hidden * problem.needs_hidden, filter_weight * problem.needs_weight
-
-
-def _triton_bytes(problem: Problem, options: CceOptions, workspace: int) -> int:
-    """`Cce.peak_bytes` of the Triton kernels, as `kernels/triton/backward.py` divides the workspace."""
-    rows, size, blocks = problem.rows, problem.dtype.itemsize, -(-problem.rows // 128)
-    packed = rows * problem.hidden * size  # a copy of the rows, those that count first
-    marks = any(options.thresholds) and size == 2 and rows >= FEWEST_ROWS
-    # six numbers a program and row, and a byte for each column and block until bits are made of them
-    forward = packed + max(blocks, 132) * 128 * 24 + blocks * problem.vocab * marks
-    if not problem.differentiable:
-        return forward
-    total = rows * problem.hidden * 4 * problem.needs_hidden  # dX in float32
-    columns = min(max((workspace - total - (8 << 20)) // (rows * size), 2048), problem.vocab)
-    work = rows * columns * size  # a slice of dZ; further ones lie in dW
-    if problem.weight_dtype not in (None, problem.dtype):
-        work += columns * problem.hidden * size  # its part of the head, cast
-    if marks:
-        lists = blocks * problem.vocab
-        least = max(1 << 17, 256 * blocks)
-        vectors = max((workspace - total - lists) // (128 * size), least)
-        work = max(work, lists + min(vectors, lists // 12 + 256 * blocks) * 128 * size)
-    # the copy of the rows is gone when dX is rounded
-    copied = packed if not problem.needs_hidden else 0
-    return max(forward, problem.gradient_bytes + total + work + copied)
 
 
 def _marks(backend: str, profile: DeviceProfile, dtype: torch.dtype | None) -> bool:

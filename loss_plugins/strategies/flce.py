@@ -17,8 +17,8 @@ from ..device import DeviceProfile
 from ..kernels import ops
 from ..kernels.torch import COLUMNS
 from ._base import Problem, RowLoss, Rows
-from ._options import backend_for, check_kernels, check_workspace, no_triton, workspace_bytes
-from ._recompute import recomputed
+from ._options import backend_for, check_kernels, check_workspace, no_triton, on_triton, workspace_bytes
+from ._recompute import recomputed, triton_bytes
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Flce:
         return workspace_bytes(options.workspace_mb, 1024, problem.logits_bytes)
 
     def peak_bytes(self, problem: Problem, options: FlceOptions) -> int:
+        if on_triton(options.kernels, problem):
+            return self._triton_bytes(problem, options)
         size = problem.accumulator.itemsize
         rows, columns = self.chunk_rows(problem, options), min(problem.vocab, COLUMNS)
         chunk = rows * problem.vocab * size + rows * columns * size
@@ -67,6 +69,25 @@ class Flce:
             peak += problem.rows * problem.hidden * 6  # a float32 copy of the rows, and dX in float32
         # the backward's scaled copies exist beside the saved ones
         return max(peak, 2 * problem.gradient_bytes)
+
+    def _triton_bytes(self, problem: Problem, options: FlceOptions) -> int:
+        """`peak_bytes` of `kernels/triton/flce.py`: one pass, or the two of cce with a larger workspace."""
+        rows, chunk_rows = problem.rows, self.chunk_rows(problem, options, "triton")
+        size, scaled = problem.dtype.itemsize, 2 * problem.gradient_bytes
+        one_pass = problem.bulk_copies and problem.dtype == torch.bfloat16 and chunk_rows >= 128
+        if not (one_pass and problem.differentiable):
+            # float16's rows are copied to float32, and so is their dX
+            lifted = rows * problem.hidden * 8 if problem.needs_hidden and problem.dtype == torch.float16 else 0
+            return max(triton_bytes(problem, chunk_rows * problem.vocab * size), scaled) + lifted
+        hidden = rows * problem.hidden * size
+        several = chunk_rows < rows
+        step = chunk_rows // 128 * 128 if several else -(-rows // 128) * 128
+        weight = problem.vocab * problem.hidden * problem.needs_weight
+        weight_size = (problem.weight_dtype or problem.dtype).itemsize
+        kept = hidden * (1 + problem.needs_hidden) + weight * (4 if several else weight_size)
+        # the last chunk, or dW as it is rounded
+        rounded = weight * weight_size if several and weight_size < 4 else 0
+        return max(kept + max(step * problem.vocab * size, rounded), scaled)
 
     def kernels(self, profile: DeviceProfile, options: FlceOptions) -> str:
         return backend_for(options.kernels, profile)

@@ -97,7 +97,7 @@ class Case:
         missing = torch.where(keep, 0.0, dz).sum(1, keepdim=True) * self.scale
         dz = torch.where(keep, dz, 0.0) * self.scale * (1 - (z / self.softcap) ** 2 if self.softcap else 1)
         oracle = dz @ w + missing * w.mean(0), dz.T @ h
-        unit = dz.abs().max().clamp(min=1e-30)
+        unit = 2.0 ** dz.abs().max().clamp(min=1e-30).log2().floor()  # which rounds as without it
         half = in_half(dz / unit, self.dtype).double() * unit
         same = half @ w + missing * w.mean(0).to(self.dtype).double(), half.T @ h
         return oracle, [t.to(like.dtype) for t, like in zip(same, (self.hidden, self.weight), strict=True)]

@@ -11,6 +11,7 @@ from loss_plugins.diagnostics.memory import PeakMeter
 from loss_plugins.strategies import STRATEGIES, Problem, select_on
 
 ROWS, WIDTH, VOCAB = 512, 64, 8192  # 16 MiB of float32 logits: an eighth of them is under every default's floor
+H200 = DeviceProfile("cuda", "NVIDIA H200", (9, 0), has_triton=True)
 WORKSPACE = {"naive": None, "chunked": {"workspace_mb": 1}, "flce": {"workspace_mb": 1}, "cce": {"workspace_mb": 0.25}}
 
 
@@ -61,18 +62,21 @@ def test_triton_keeps_to_the_workspace(hidden, vocab, options):
     """8192 tokens: what stands beside the gradients is 128 MiB, where dX in float32 leaves room for the least slice."""
     problem = Problem(8192, hidden, vocab, torch.bfloat16)
     cce = STRATEGIES.get("cce")
-    peak = cce.peak_bytes(problem, cce.Options(kernels="triton", **options)) - problem.gradient_bytes
+    peak = cce.peak_bytes(problem.on(H200), cce.Options(**options)) - problem.gradient_bytes
     room = max(128 << 20, (8192 * hidden * 4) + (64 << 20))
     assert 0.7 * (128 << 20) < peak <= room
 
 
 def test_the_devices_kernels_make_the_closed_form():
-    problem, cce = Problem(8192, 2304, 256_000, torch.bfloat16), STRATEGIES.get("cce")
-    h200 = DeviceProfile("cuda", "NVIDIA H200", (9, 0), has_triton=True)
-    by = {kernels: cce.peak_bytes(problem, cce.Options(kernels=kernels)) for kernels in ("auto", "torch", "triton")}
-    assert by["auto"] == by["torch"] != by["triton"]
-    assert cce.peak_bytes(problem.on(h200), cce.Options()) == by["triton"]
-    assert cce.peak_bytes(problem.on(h200), cce.Options(kernels="torch")) == by["torch"]
+    problem = Problem(8192, 2304, 256_000, torch.bfloat16)
+    for strategy in map(STRATEGIES.get, ("cce", "flce")):
+        here = {k: strategy.peak_bytes(problem, strategy.Options(kernels=k)) for k in ("auto", "torch", "triton")}
+        there = {k: strategy.peak_bytes(problem.on(H200), strategy.Options(kernels=k)) for k in here}
+        assert here["auto"] == here["torch"] == there["torch"]
+        assert there["auto"] == there["triton"] != there["torch"]
+    # a GPU without bulk copies filters nothing, and makes flce in two passes
+    a100 = problem.on(DeviceProfile("cuda", "NVIDIA A100", (8, 0), has_triton=True))
+    assert a100.triton and not a100.bulk_copies
     assert problem.on(DeviceProfile("cpu", has_triton=True, interpreted=True)) == problem
 
 
