@@ -199,4 +199,6 @@ def fast_exp(device: torch.device, dtype: torch.dtype) -> bool:
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
+    if device.type == "cuda" and (device.index is None or torch.cuda.current_device() == device.index):
+        return nullcontext()
     return getattr(torch, device.type).device(device) if device.type in ("cuda", "xpu") else nullcontext()

@@ -260,6 +260,7 @@ def _add_slices(
             whole_hidden if d_hidden is not None else count * 0, whole_weight if d_weight is not None else count * 0
         )
     programs = processors(device) * (1 if blocks.tma else 1 << 20)
+    readable_rows = descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed
     for first, wide, dz in _slices(rows, columns, vocab, blocks.v, own, spare):
         if seen is not None and seen.nothing_else():
             break
@@ -268,7 +269,7 @@ def _add_slices(
         part = part.to(dtype) if blocks.tma else part
         with on(device):
             _dz_kernel[(grid,)](
-                descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed,
+                readable_rows,
                 descriptor(part, [blocks.v, blocks.h]) if blocks.tma else part,
                 bias if bias is not None else packed,
                 labels,

@@ -8,6 +8,7 @@ are zero.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -138,9 +139,11 @@ def _launch(
     if_any: bool = False,
 ) -> None:
     (rows, width), depth = out.shape, right.shape[0]
-    blocks = _blocks(rows, width, left.dtype, add, out.device)
+    slots = processors(out.device)
+    whole = blocks_for(rows, left.dtype, True, kernel="product_add" if add else "product_store", device=out.device)
+    blocks = _fitting(whole, rows, width, slots)
     m, n, k = blocks.n, blocks.v, blocks.h
-    grid = min(processors(out.device), triton.cdiv(rows, m) * triton.cdiv(width, n))
+    grid = min(slots, -(-rows // m) * -(-width // n))
     halves = out.dtype.itemsize == 4
     with on(out.device):
         _product_kernel[(grid,)](
@@ -151,12 +154,11 @@ def _launch(
         )  # fmt: skip
 
 
-def _blocks(rows: int, width: int, dtype: torch.dtype, add: bool, device: torch.device) -> Blocks:
+@functools.lru_cache(maxsize=4096)  # asked twice a slice
+def _fitting(whole: Blocks, rows: int, width: int, slots: int) -> Blocks:
     """The tile of the files, or half of it where that leaves so much less of the device and of the last tile idle that
     its own slower rate is made up for."""
-    whole = blocks_for(rows, dtype, True, kernel="product_add" if add else "product_store", device=device)
     half = replace(whole, v=whole.v // 2, warps=max(whole.warps // 2, 4), stages=whole.stages + 1)
-    slots = processors(device)
 
     def use(blocks: Blocks) -> float:
         strips = -(-width // blocks.v)
