@@ -14,6 +14,8 @@ from typing import Any
 from .errors import ConfigError, unknown_name
 
 STATISTICS = ("accuracy", "entropy", "dropped")
+LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+"""Switches of liger-kernel that replace the loss, which is ours here."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ class LossConfig:
             "share of probability that cce's filter left out."
         },
     )
+    liger_ops: dict[str, bool] | bool | None = field(
+        default=None,
+        metadata={
+            "help": "liger-kernel's kernels for other layers, beside any loss: true for all that it turns on for the "
+            "model, or some by name, {rms_norm: true, rope: false}, where the others stay as Liger has them."
+        },
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss_strategy, str) or not self.loss_strategy:
@@ -88,6 +97,24 @@ class LossConfig:
         for name in self.loss_statistics or ():
             if name not in STATISTICS:
                 raise ConfigError(unknown_name("entry of loss_statistics", str(name), STATISTICS))
+        self._check_liger_ops()
+
+    def _check_liger_ops(self) -> None:
+        value = self.liger_ops
+        if value is None or isinstance(value, bool):
+            return
+        if not isinstance(value, Mapping) or not all(isinstance(entry, bool) for entry in value.values()):
+            raise ConfigError(
+                f"liger_ops must be true, or a mapping of names to true or false such as {{rms_norm: true}}, got "
+                f"{value!r}. Leave it out for none."
+            )
+        losses = [name for name in LIGER_LOSSES if value.get(name)]
+        if losses:
+            raise ConfigError(
+                f"liger_ops turns on {' and '.join(losses)}, and loss_strategy {self.loss_strategy!r} was asked for: "
+                f"two losses for one model. Take {' and '.join(losses)} out of liger_ops, or set use_liger_kernel in "
+                "place of loss_plugins."
+            )
 
     def _number(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

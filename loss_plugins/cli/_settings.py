@@ -17,6 +17,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
+from ..config import LossConfig
 from ..errors import ConfigError, LossPluginError
 
 NONE = type(None)
@@ -138,7 +139,9 @@ def read_values(path: Path, classes: Sequence[Any]) -> dict[str, Any]:
 
 
 def _hints(classes: Sequence[Any]) -> dict[str, Any]:
-    return {f.name: typing.get_type_hints(cls)[f.name] for cls in classes for f in fields(cls) if f.init}
+    hints = {f.name: typing.get_type_hints(cls)[f.name] for cls in classes for f in fields(cls) if f.init}
+    # as the config has them: for HfArgumentParser a mapping is also text there, and no bool
+    return hints | {name: hint for name, hint in typing.get_type_hints(LossConfig).items() if name in hints}
 
 
 def _log_often(values: dict[str, Any]) -> None:

@@ -7,6 +7,11 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch.nn.functional as F
+from torch import nn
+
+from ..errors import PatchError
+
 OFF = {
     "liger_kernel": "Liger",
     "cut_cross_entropy": "Apple's cut-cross-entropy",
@@ -20,6 +25,25 @@ ADVICE = {
     "trl": "Patch a model that has not been given to an SFT, DPO or GRPO trainer of TRL, which computes its loss "
     "without logits itself, or train with LossPluginTrainer.",
 }
+
+
+def refuse_foreign_cross_entropy(name: str) -> None:
+    """A model's loss meets ours in `torch.nn.functional.cross_entropy`.
+
+    Raises:
+        PatchError: a package of `OFF` has replaced it.
+    """
+    for place, function in (
+        ("torch.nn.functional.cross_entropy", F.cross_entropy),
+        ("torch.nn.CrossEntropyLoss", nn.CrossEntropyLoss.forward),
+    ):
+        package = foreign_forward(function)
+        if package is not None:
+            raise PatchError(
+                f"{OFF[package]} has replaced {place} for this whole process, so a patch of {name} would never see "
+                "its loss. Start a process in which it does not: for Liger with cross_entropy=False, or "
+                "liger_kernel_config={'cross_entropy': False}."
+            )
 
 
 def foreign_forward(forward: Any) -> str | None:

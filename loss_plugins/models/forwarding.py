@@ -6,6 +6,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from .frame import Frame, Scope, calling_for_real, current, in_force, scopes
@@ -41,6 +42,8 @@ def _run(
 ) -> Any:
     handle: PatchHandle | None = model.__dict__.get(HANDLE)
     scope = Scope() if handle is None else _scope_of(handle, model)
+    if handle is not None and handle.liger is not None and not torch.compiler.is_compiling():
+        handle.liger.check(model)
     labels = _labels(base, args, kwargs)
     wanted = labels is not None or kwargs.get("shift_labels") is not None
     if handle is None or not handle.active or not wanted or not _defers(model, scope):

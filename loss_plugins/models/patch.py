@@ -17,10 +17,11 @@ from ..device import DeviceProfile
 from ..errors import ConfigError, PatchError, UnsupportedError
 from ..strategies import STRATEGIES, Problem, select
 from .families import family_of
-from .foreign import ADVICE, OFF, foreign_forward
+from .foreign import ADVICE, OFF, foreign_forward, refuse_foreign_cross_entropy
 from .forwarding import HANDLE
 from .frame import Scope, scopes, set_scopes
 from .head import Head, each_head, find_head, head_of
+from .liger import LigerOps, apply_liger_ops
 from .record import Step
 from .statistics import Counts, StatisticsBuffer
 from .swap import base_class, swap, unswap
@@ -36,6 +37,7 @@ def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] |
 
     The model's own forward stays as it is. Only this instance changes: its class and its head's become subclasses of
     the same names, and ``handle.undo()`` gives both their classes back. Parameters, buffers and state_dict keys stay.
+    With ``liger_ops`` that is so of the layers that get Liger's kernels too.
 
     Args:
         model: A transformers model for causal or conditional generation. Wrappers of PEFT, DistributedDataParallel,
@@ -45,7 +47,9 @@ def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] |
     Raises:
         ConfigError: an unknown strategy or option.
         PatchError: the model has no head, or was patched already, by us or by Liger, cut-cross-entropy or TRL.
-        UnsupportedError: the strategy needs the head's weight, and the head is more than that.
+        UnsupportedError: the strategy needs the head's weight, and the head is more than that; or Liger cannot do what
+            ``liger_ops`` asks.
+        MissingDependencyError: ``liger_ops`` was asked for, and liger-kernel is not installed.
     """
     config = LossConfig.of(config)
     model = unwrapped(model)
@@ -63,6 +67,7 @@ def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] |
                 f"{OFF[package]} has replaced the forward of {place} ({name}), so a patch would never see a loss. "
                 f"{ADVICE[package]}"
             )
+    refuse_foreign_cross_entropy(name)
     family = family_of(str(getattr(getattr(model, "config", None), "model_type", "")))
     if family is not None and family.status == "unsupported":
         raise PatchError(
@@ -74,6 +79,8 @@ def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] |
     handle = PatchHandle(model, config, path)
     for head in heads:
         handle.check(head)
+    if config.liger_ops not in (None, False):
+        handle.liger = apply_liger_ops(model, config.liger_ops)
     handle.put_in_place(heads)
     logger.info("%s", handle.explain())
     return handle
@@ -111,6 +118,7 @@ class PatchHandle:
         statistics: Sums over tokens since they were last read.
         before_loss: Called when the head's loss is about to be computed.
         after_loss_backward: Called when the gradient of the head's input is there, or after the loss if there is none.
+        liger: Liger's kernels in other layers, if any were asked for.
     """
 
     def __init__(self, model: nn.Module, config: LossConfig, head_path: str = "") -> None:
@@ -123,6 +131,7 @@ class PatchHandle:
         self.materialised_by: list[str] = []
         self.before_loss: list[Callable[[], None]] = []
         self.after_loss_backward: list[Callable[[], None]] = []
+        self.liger: LigerOps | None = None
         self.shared_scopes: list[Scope] = []
         self.fields = self._fields()
         self.statistics = StatisticsBuffer(self.fields)
@@ -148,12 +157,14 @@ class PatchHandle:
             return
         self.active = False
         left = [module for module in (model, *self._heads(model)) if not unswap(module)]
+        if self.liger is not None:
+            left += self.liger.undo()
         if left:
             logger.warning(
                 "The patch of %s is off, but %s keeps a class that passes everything on: something (FSDP2) has put its "
                 "own class on top since. Undo before wrapping to get the classes back.",
                 self._name,
-                " and ".join(type(module).__name__ for module in left),
+                " and ".join(dict.fromkeys(type(module).__name__ for module in left)),
             )
         self._swapped.clear()
         if model.__dict__.get(HANDLE) is self:
@@ -180,7 +191,10 @@ class PatchHandle:
                 f"{Head.of(each_head(outer)[0]).describe()}"
             )
             if self.active:
-                lines.append(f"  touched: the class of the model and of {path}; nothing else")
+                layers = "nothing else" if self.liger is None else "with Liger's kernels, those of layers"
+                lines.append(f"  touched: the class of the model and of {path}; {layers}")
+        if self.liger is not None and self.active:
+            lines.append(f"  {self.liger.describe()}")
         family = family_of(str(getattr(getattr(model, "config", None), "model_type", "")))
         if family is not None:
             lines.append(f"  {family.model_types[0]} ({family.status}): {family.note}")
@@ -391,12 +405,14 @@ class PatchHandle:
             "head_path": self.head_path,
             "active": self.active,
             "swapped": list(self._swapped),
+            "liger": self.liger,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["model"], state["config"], state["head_path"])  # type: ignore[misc]
         self.active = state["active"]
         self._swapped.update(state["swapped"])
+        self.liger = state["liger"]
 
 
 def _parsed(name: str, options: Mapping[str, Any] | None) -> Any:

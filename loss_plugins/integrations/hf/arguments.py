@@ -32,7 +32,9 @@ def _is_mapping(hint: Any) -> bool:
     return any(get_origin(part) is dict for part in (hint, *getattr(hint, "__args__", ())))
 
 
-_MAPPINGS = [name for name, hint in get_type_hints(LossConfig).items() if _is_mapping(hint)]
+_HINTS = get_type_hints(LossConfig)
+_SWITCHES = [name for name, hint in _HINTS.items() if bool in getattr(hint, "__args__", ())]
+_MAPPINGS = [name for name, hint in _HINTS.items() if _is_mapping(hint)]
 
 
 @_with_loss_fields
@@ -49,6 +51,10 @@ class LossPluginArguments(TrainingArguments):
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, *_MAPPINGS]  # noqa: RUF012 - the parent's shape
 
     def __post_init__(self) -> None:
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if isinstance(value, str) and value.lower() in ("true", "false"):  # as a command line has it
+                setattr(self, name, value.lower() == "true")
         for name in _MAPPINGS:
             _check_json(name, getattr(self, name))
         for entry in fields(self):

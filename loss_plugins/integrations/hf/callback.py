@@ -13,7 +13,7 @@ from ...errors import PatchError
 from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
 from .arguments import LossPluginArguments
 from .monitor import PREFIX, LossMonitor, read_statistics, renewed
-from .refusals import refuse_foreign_forward, refuse_label_smoother, refuse_liger_loss
+from .refusals import refuse_foreign_forward, refuse_label_smoother, refuse_liger
 
 CAUSES = (
     "(1) the Trainer was given a compute_loss_func, or its class overrides compute_loss, and takes the labels out of "
@@ -66,10 +66,10 @@ class LossPluginCallback(TrainerCallback):
 
     def _patch(self, args: Any, model: Any) -> PatchHandle:
         refuse_label_smoother(args)
-        refuse_liger_loss(args)
-        refuse_foreign_forward(unwrapped(model), type(self).__name__)
         if self._asks_arguments and isinstance(args, LossPluginArguments):
             self.loss_config = args.loss_config()
+        refuse_liger(args, model, self.loss_config)
+        refuse_foreign_forward(unwrapped(model), type(self).__name__)
         handle = find_handle(model)
         if handle is not None and handle.config != self.loss_config:
             raise PatchError(

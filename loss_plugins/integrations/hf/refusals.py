@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...config import LossConfig
 from ...errors import ConfigError, PatchError, UnsupportedError
+from ...models.liger import own_losses
+from ...models.patch import unwrapped
 
 
-def refuse_liger_loss(args: Any) -> None:
+def refuse_liger(args: Any, model: Any, config: LossConfig) -> None:
     """Liger's own fused loss is applied late, in `train()`, over the model's forward.
 
     Raises:
-        ConfigError: `use_liger_kernel` is on and would replace the loss.
+        ConfigError: `use_liger_kernel` is on and would replace the loss, or do what `liger_ops` does once more.
     """
     if not getattr(args, "use_liger_kernel", False):
         return
+    if config.liger_ops not in (None, False):
+        raise ConfigError(
+            f"use_liger_kernel is on and liger_ops is {config.liger_ops!r}: both put Liger's kernels into the model. "
+            "Leave use_liger_kernel out; liger_ops does the same, for this model only."
+        )
     settings = getattr(args, "liger_kernel_config", None) or {}
-    replaced = [
-        name
-        for name, default in (("fused_linear_cross_entropy", True), ("cross_entropy", False))
-        if settings.get(name, default)
-    ]
+    replaced = own_losses(unwrapped(model), settings)
     if replaced:
         raise ConfigError(
             f"use_liger_kernel is on with {' and '.join(replaced)} (liger_kernel_config={settings or None!r}), and a "
             "loss strategy of loss_plugins was asked for: two fused losses for one model, and Liger's would win when "
             "train() begins. Keep Liger's layers and turn its loss off with liger_kernel_config="
-            '{"fused_linear_cross_entropy": false, "cross_entropy": false}, or remove loss_plugins from this run.'
+            '{"fused_linear_cross_entropy": false, "cross_entropy": false}, or use liger_ops: true in place of '
+            "use_liger_kernel; or remove loss_plugins from this run."
         )
 
 

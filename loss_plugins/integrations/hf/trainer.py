@@ -18,7 +18,7 @@ from ...models.statistics import StatisticsBuffer
 from .arguments import LossPluginArguments, with_smoothing
 from .hints import memory_hint
 from .monitor import PREFIX, LossMonitor, apart, read_statistics, renewed
-from .refusals import refuse_compute_loss_func, refuse_foreign_forward, refuse_liger_loss
+from .refusals import refuse_compute_loss_func, refuse_foreign_forward, refuse_liger
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -77,14 +77,14 @@ class LossPluginMixin(_Base):
     def _loss_prepare(self) -> None:
         """Check the trainer's settings, and see to it that its model is patched."""
         refuse_compute_loss_func(self.compute_loss_func)
-        refuse_liger_loss(self.args)
         self.label_smoother: Any = None  # its labels would be taken from the model, which smooths by itself
         self.loss_handle = self._loss_patch(self.model)
 
     def _loss_patch(self, model: torch.nn.Module) -> PatchHandle:
         wish = self._loss_config_asked_for()
-        refuse_foreign_forward(unwrapped(model), type(self).__name__)
         handle = find_handle(model)
+        refuse_liger(self.args, model, wish or (LossConfig() if handle is None else handle.config))
+        refuse_foreign_forward(unwrapped(model), type(self).__name__)
         if handle is not None and wish is not None and not _agree(handle.config, wish):
             if handle is not self._loss_patched_here:
                 raise PatchError(
