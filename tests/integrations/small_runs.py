@@ -62,7 +62,7 @@ def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, *
         "disable_tqdm": True,
         "seed": 0,
     }
-    if any(name.startswith("loss_") for name in settings):
+    if any(name.startswith("loss_") or name == "liger_ops" for name in settings):
         kind = LossPluginArguments
     return kind(**(defaults | settings))
 
