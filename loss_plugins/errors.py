@@ -4,7 +4,8 @@ LossPluginError
  |- ConfigError(ValueError)                 an unknown name or a bad value in what the user asked for
  |- UnsupportedError(RuntimeError)          the strategy or backend asked for cannot run here
  |- PatchError(RuntimeError)                the model cannot be patched, or was already
- `- MissingDependencyError(ImportError)     an optional package is needed; the message has the pip line
+ |- MissingDependencyError(ImportError)     an optional package is needed; the message has the pip line
+ `- VerificationError(RuntimeError)         a loss or a gradient was compared with the stock model's, and differs
 
 Every message says what was asked, why it cannot be done with the values seen, and what to do instead.
 """
@@ -33,6 +34,10 @@ class PatchError(LossPluginError, RuntimeError):
 
 class MissingDependencyError(LossPluginError, ImportError):
     """An optional package is needed for what was asked."""
+
+
+class VerificationError(LossPluginError, RuntimeError):
+    """A patched model was compared with the stock one and differs, or there was nothing to compare it with."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

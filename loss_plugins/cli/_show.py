@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from ..errors import LossPluginError
+from ..errors import LossPluginError, VerificationError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,7 +18,8 @@ WIDTH = 120
 
 
 def explains_errors(command: F) -> F:
-    """Turn this package's own errors into one sentence on stderr and exit code 2; others keep their traceback."""
+    """Turn this package's own errors into one sentence on stderr and exit code 2, or 1 where a comparison with stock
+    failed; others keep their traceback."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -26,7 +27,7 @@ def explains_errors(command: F) -> F:
             return command(*args, **kwargs)
         except LossPluginError as error:
             typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(2) from error
+            raise typer.Exit(1 if isinstance(error, VerificationError) else 2) from error
 
     return wrapped  # type: ignore[return-value]
 

@@ -11,6 +11,7 @@ from .families import families
 from .plan import plan
 from .strategies import strategies
 from .train import train
+from .verify import verify
 
 app = typer.Typer(
     name="loss-plugins",
@@ -26,6 +27,7 @@ app.command()(strategies)
 app.command()(plan)
 app.command()(estimate)
 app.command()(families)
+app.command()(verify)
 app.command()(bench)
 app.command()(env)
 

@@ -34,6 +34,9 @@ def run_call(model: nn.Module, base: Any, args: tuple[Any, ...], kwargs: dict[st
     handle = model.__dict__.get(HANDLE)
     if handle is not None:
         handle.notice_forward(model)
+    frame = current()
+    if frame is not None and frame.model is model and not frame.entered:  # put in force from outside
+        return base.__call__(model, *args, **kwargs)
     return _run(model, base, base.__call__, args, kwargs, entered=False)
 
 

@@ -298,6 +298,31 @@ def _plain_weights() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
+def load_adapter(model: Any, folder: str) -> Any:
+    """``model`` with a PEFT adapter that was saved before, ready to train on.
+
+    Raises:
+        ConfigError: there is none in that folder, or it is none for this model.
+        MissingDependencyError: PEFT is not installed.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"The adapter {folder!r} was asked for, and the package peft is not installed. Run: pip install "
+            "'loss-plugins[peft]'"
+        ) from error
+    path = Path(folder).expanduser()
+    if not (path / "adapter_config.json").is_file():
+        raise ConfigError(f"The adapter {folder!r} is no folder with an adapter_config.json. Check the path.")
+    try:
+        return PeftModel.from_pretrained(model, str(path), is_trainable=True)
+    except Exception as error:  # of each tuner's own kind
+        raise ConfigError(
+            f"The adapter {folder!r} could not be put on the model: {one_line(error)}. Give the model it was made for."
+        ) from error
+
+
 def _with_lora(model: Any, args: ModelArguments) -> Any:
     try:
         from peft import LoraConfig, get_peft_model

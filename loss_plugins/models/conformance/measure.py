@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..tiny import seed_everything
+from ..verification.distance import FLOOR
+from ..verification.moment import loss_of
 
 LOSS_BOUND = {torch.float64: 1e-10, torch.float32: 1e-5}
 GRADIENT_BOUND = {torch.float64: 1e-10, torch.float32: 1e-5}
-FLOOR = 1e-3
-"""Part of the whole gradient's norm below which a parameter's own gradient is rounding, for its relative error."""
 
 
 class Step(NamedTuple):
@@ -42,12 +42,6 @@ def step(model: nn.Module, inputs: dict[str, Any], backward: bool = True) -> Ste
     found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return Step(output, loss.detach(), found)
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss of an output in either form."""
-    loss: Tensor = output["loss"] if isinstance(output, dict) else output[0]
-    return loss
 
 
 def distance(ours: Step, stock: Step) -> Distance:
