@@ -16,6 +16,8 @@ from ..device import DeviceProfile
 from ..kernels._rows import accumulator
 
 FIELDS = ("nll", "lse", "entropy", "accuracy", "predicted", "dropped")
+FEWEST_ROWS = 256
+"""With fewer the lists of a filter cost more than they save; `kernels/triton/marks.py` marks nothing then."""
 
 
 class LossOutput(NamedTuple):
@@ -60,6 +62,8 @@ class Problem:
     """False for ``reduction="none"``."""
     module: bool = False
     """The head is a module to be called, not a weight to be multiplied."""
+    dense: bool = False
+    """Every entry of the logits' gradient counts (label smoothing, a bias that is trained), so no filter may thin it."""
     triton: bool = False
     """Triton kernels compute wherever the options leave that open, see `on`."""
     bulk_copies: bool = False
@@ -70,6 +74,12 @@ class Problem:
         on_gpu = profile.can_triton and not profile.interpreted
         bulk_copies = on_gpu and profile.kind == "cuda" and profile.capability >= (9, 0)
         return replace(self, triton=on_gpu and self.dtype != torch.float64, bulk_copies=bulk_copies)
+
+    @property
+    def is_filterable(self) -> bool:
+        """Whether Triton's kernels leave small probabilities out by default, once a model is not untrained any more."""
+        halves = self.bulk_copies and self.triton and self.dtype.itemsize == 2
+        return halves and self.rows >= FEWEST_ROWS and self.differentiable and not self.dense
 
     @property
     def differentiable(self) -> bool:
@@ -141,6 +151,7 @@ class Rows:
             and (weight is None or weight.requires_grad or (self.bias is not None and self.bias.requires_grad)),
             reduced=self.reduce,
             module=self.project is not None,
+            dense=self.label_smoothing > 0 or (grad and self.bias is not None and self.bias.requires_grad),
         )
 
 

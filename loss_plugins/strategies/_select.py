@@ -154,6 +154,7 @@ def _readable(count: int) -> str:
 
 def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DeviceProfile, free: int | None) -> Plan:
     passed_over: list[tuple[str, str]] = []
+    there = problem.on(profile)
     # a traced size is a symbol, which cannot be printed
     size = "logits" if torch.compiler.is_compiling() else f"{_readable(problem.logits_bytes)} of logits"
     if problem.module:
@@ -161,6 +162,9 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
     elif problem.logits_bytes <= SMALL:
         with_options = f"{size}, and it has the options asked for"
         order = [("naive", f"{size} is little"), *((name, with_options) for name in ("flce", "cce", "chunked"))]
+    elif there.is_filterable and problem.reduced:
+        least = f"{size}, least memory, and fastest on a model that is no longer untrained"
+        order = [("cce", least), ("flce", f"{size}, fewest operations"), ("chunked", "what is left")]
     elif problem.differentiable and problem.reduced:
         order = [("flce", f"{size}, fewest operations"), ("cce", f"{size}, least memory"), ("chunked", "what is left")]
     else:
@@ -174,7 +178,7 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
         candidate, parsed = _prepared(name, options)
         why_not = candidate.check(problem, profile, parsed)
         if why_not is None and free is not None:
-            peak = candidate.peak_bytes(problem.on(profile), parsed)
+            peak = candidate.peak_bytes(there, parsed)
             if peak > 0.9 * free and name != order[-1][0]:
                 why_not = f"it needs {peak / MIB:.0f} MiB and {free / MIB:.0f} MiB are free"
         if why_not is None:

@@ -16,15 +16,12 @@ import torch
 
 from ..device import DeviceProfile
 from ..errors import ConfigError, unknown_name
-from ._base import Problem, RowLoss, Rows
+from ._base import FEWEST_ROWS, Problem, RowLoss, Rows
 from ._options import backend_for, check_kernels, check_workspace, no_triton, on_triton, workspace_bytes
 from ._recompute import recomputed, triton_bytes
 
 AUTO_FILTER = 2.0**-12
 AUTO_BOUND = 0.5
-FEWEST_ROWS = 256
-"""With fewer the lists of columns cost more than they save; `kernels/triton/marks.py` marks nothing then."""
-
 # name -> (filter dX, filter dW); every preset sums in float32
 PRESETS = {
     "cce": (True, True),
@@ -98,8 +95,7 @@ class Cce:
 
     def peak_bytes(self, problem: Problem, options: CceOptions) -> int:
         if on_triton(options.kernels, problem):
-            marks = problem.bulk_copies and problem.dtype.itemsize == 2 and problem.rows >= FEWEST_ROWS
-            marks = marks and problem.differentiable and any(options.thresholds)
+            marks = problem.is_filterable and any(options.thresholds)
             return triton_bytes(problem, self.tile_bytes(problem, options), marks)
         size = problem.accumulator.itemsize
         tile = min(self.tile_bytes(problem, options), problem.logits_bytes)
@@ -146,8 +142,7 @@ class Cce:
             )
         if not marks:  # torch's kernels look for themselves
             return (filter_hidden, filter_weight) if options.is_filter_asked else (0.0, 0.0)
-        needs_bias = torch.is_grad_enabled() and rows.bias is not None and rows.bias.requires_grad
-        if rows.label_smoothing or needs_bias or problem.rows < FEWEST_ROWS:
+        if problem.dense or problem.rows < FEWEST_ROWS:
             return 0.0, 0.0
         return filter_hidden * problem.needs_hidden, filter_weight * problem.needs_weight
 

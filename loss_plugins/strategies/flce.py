@@ -3,7 +3,8 @@
 One third fewer products than recomputing, for the price of a float32 dW while it is summed. With ``reduction="none"``
 the gradient that comes back is not known in the forward, so there the logits are computed again in the backward, by
 tiles.
-Peak memory: one chunk of logits in float32 (on a GPU a half copy too), dW in float32 and in its own type, dX.
+Peak memory: one chunk of logits in float32 (on a GPU a half copy too), dW in float32 and in its own type, dX. Triton's
+one pass (bfloat16, Hopper or later) holds a chunk in bfloat16 only, and no float32 dW where one chunk has all rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..device import DeviceProfile
 from ..kernels import ops
 from ..kernels.torch import COLUMNS
 from ._base import Problem, RowLoss, Rows
-from ._options import backend_for, check_kernels, check_workspace, no_triton, on_triton, workspace_bytes
+from ._options import MIB, backend_for, check_kernels, check_workspace, no_triton, on_triton, workspace_bytes
 from ._recompute import recomputed, triton_bytes
 
 
@@ -25,7 +26,10 @@ from ._recompute import recomputed, triton_bytes
 class FlceOptions:
     workspace_mb: float | None = field(
         default=None,
-        metadata={"help": "Mebibytes that a chunk's logits may take. Default: an eighth of all logits, 16 to 1024."},
+        metadata={
+            "help": "Mebibytes that a chunk's logits may take. Default: 1024, or all logits where that takes no more in "
+            "the end, on a Hopper GPU or later; elsewhere an eighth of all logits, 16 to 1024."
+        },
     )
 
     kernels: str = field(default="auto", metadata={"help": "auto, torch or triton."})
@@ -50,6 +54,11 @@ class Flce:
         return max(1, min(problem.rows, self.chunk_bytes(problem, options) // (problem.vocab * size)))
 
     def chunk_bytes(self, problem: Problem, options: FlceOptions) -> int:
+        if options.workspace_mb is None and options.kernels != "torch" and _in_one_pass(problem):
+            # the only chunk needs no float32 dW, which is twice the size of dW, and is the fastest
+            spared = problem.vocab * problem.hidden * 2 * problem.needs_weight
+            logits, usual = -(-problem.rows // 128) * 128 * problem.vocab * 2, 1024 * MIB
+            return logits if logits <= usual + spared else usual
         return workspace_bytes(options.workspace_mb, 1024, problem.logits_bytes)
 
     def peak_bytes(self, problem: Problem, options: FlceOptions) -> int:
@@ -74,8 +83,7 @@ class Flce:
         """`peak_bytes` of `kernels/triton/flce.py`: one pass, or the two of cce with a larger workspace."""
         rows, chunk_rows = problem.rows, self.chunk_rows(problem, options, "triton")
         size, scaled = problem.dtype.itemsize, 2 * problem.gradient_bytes
-        one_pass = problem.bulk_copies and problem.dtype == torch.bfloat16 and chunk_rows >= 128
-        if not (one_pass and problem.differentiable):
+        if not (_in_one_pass(problem) and chunk_rows >= 128):
             # float16's rows are copied to float32, and so is their dX
             lifted = rows * problem.hidden * 8 if problem.needs_hidden and problem.dtype == torch.float16 else 0
             return max(triton_bytes(problem, chunk_rows * problem.vocab * size), scaled) + lifted
@@ -93,7 +101,7 @@ class Flce:
         return backend_for(options.kernels, profile)
 
     def __call__(self, rows: Rows, options: FlceOptions, profile: DeviceProfile) -> RowLoss:
-        problem = rows.problem()
+        problem = rows.problem().on(profile)
         assert rows.weight is not None
         backend = backend_for(options.kernels, profile, rows.dtype)
         # gradients made in the forward know nothing of the weights that the rows will have been given
@@ -115,6 +123,11 @@ class Flce:
             self.chunk_rows(problem, options, backend), backend,
         )  # fmt: skip
         return RowLoss(total if factor is None else total / factor, nll, lse, entropy, predicted)
+
+
+def _in_one_pass(problem: Problem) -> bool:
+    """Whether Triton's kernels make the gradients of a chunk from logits that are computed once."""
+    return problem.bulk_copies and problem.dtype == torch.bfloat16 and problem.differentiable
 
 
 def _lift(row_scale: Tensor) -> Tensor:

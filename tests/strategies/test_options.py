@@ -23,6 +23,7 @@ from loss_plugins.strategies.cce import PRESETS
 
 CPU = DeviceProfile("cpu", "cpu")
 H200 = DeviceProfile("cuda", "NVIDIA H200", (9, 0), 139 << 30, has_triton=True)
+A100 = DeviceProfile("cuda", "NVIDIA A100", (8, 0), 79 << 30, has_triton=True)
 GIB = 1 << 30
 
 
@@ -33,8 +34,11 @@ def problem(rows=8192, hidden=2304, vocab=256_000, dtype=torch.bfloat16, **kwarg
 AUTO = {
     "little": (problem(64, 32, 1000), CPU, None, None, "naive"),
     "much, on a CPU": (problem(), CPU, None, None, "flce"),
-    "much, on a GPU": (problem(), H200, 100 * GIB, None, "flce"),
-    "much, hardly any memory": (problem(), H200, 3 * GIB, None, "cce"),
+    "much, on a GPU": (problem(), H200, 100 * GIB, None, "cce"),
+    "much, where nothing may be left out": (problem(dense=True), H200, 100 * GIB, None, "flce"),
+    "much, in float32": (problem(dtype=torch.float32), H200, 100 * GIB, None, "flce"),
+    "much, on a GPU without bulk copies": (problem(), A100, 100 * GIB, None, "flce"),
+    "much, hardly any memory": (problem(), A100, 2 * GIB, None, "cce"),
     "no memory at all": (problem(), H200, 0, None, "chunked"),
     "no gradient": (problem(needs_hidden=False, needs_weight=False), H200, 100 * GIB, None, "cce"),
     "per token": (problem(reduced=False), H200, 100 * GIB, None, "cce"),

@@ -17,6 +17,7 @@ Letters: N rows, H hidden width, V vocabulary, C columns of a slice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -46,6 +47,7 @@ from .product import add_product, store_product
 from .rows import counted_first, packed_rows, unpacked_rows
 
 LEAST_VECTORS = 1 << 17  # 32 MiB, so that rounds are few
+_compiled: set[tuple[Any, ...]] = set()  # problems whose slices have all been launched
 
 
 @triton.jit(do_not_specialize=["N", "first", "programs"])
@@ -261,8 +263,10 @@ def _add_slices(
         )
     programs = processors(device) * (1 if blocks.tma else 1 << 20)
     readable_rows = descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed
+    # once to the end: kernels are compiled by their first launch, and a step in the middle of training should not wait
+    problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, d_hidden is None, d_weight is None)
     for first, wide, dz in _slices(rows, columns, vocab, blocks.v, own, spare):
-        if seen is not None and seen.nothing_else():
+        if seen is not None and problem in _compiled and seen.nothing_else():
             break
         grid = min(programs, height * triton.cdiv(wide, blocks.v))
         part = weight[first : first + wide]
@@ -293,6 +297,7 @@ def _add_slices(
             store_product(
                 dz[:, :wide], packed, d_weight[first : first + wide], whole_weight, unit, transposed=True, if_any=kept
             )
+    _compiled.add(problem)
 
 
 def _slices(
