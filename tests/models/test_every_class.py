@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from loss_plugins.models.conformance import check_class, read_results
 from loss_plugins.models.families import FAMILIES
 from loss_plugins.models.patch import PatchHandle
 from loss_plugins.models.stand_in import RECORDED
-from loss_plugins.models.tiny import exceptions, model_class, model_classes, tiny_image_inputs, tiny_inputs, tiny_model
+from loss_plugins.models.tiny import exceptions, model_class, model_classes, tiny_image_batches, tiny_inputs, tiny_model
 from loss_plugins.strategies import STRATEGIES
 
 RESULTS = read_results()
@@ -186,16 +187,36 @@ def test_tiny_batches_mask_some_labels() -> None:
     assert sum(p.numel() for p in model.parameters()) < 200_000
 
 
-def test_tiny_images_are_seen() -> None:
-    model = tiny_model("LlavaForConditionalGeneration")
-    inputs = tiny_image_inputs(model)
-    assert inputs is not None
-    token = model.config.image_token_id
-    assert (inputs["input_ids"] == token).sum(1).tolist() == [16, 16]
-    assert (inputs["labels"][inputs["input_ids"] == token] == -100).all()
-    blank = inputs | {"pixel_values": torch.zeros_like(inputs["pixel_values"])}
-    assert not torch.equal(model(**inputs).loss, model(**blank).loss)
-    assert tiny_image_inputs(tiny_model("LlamaForCausalLM")) is None
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration"])
+def test_tiny_images_are_seen(name: str) -> None:
+    model = tiny_model(name)
+    batches = tiny_image_batches(model)
+    assert list(batches) == ["images", "mixed"]
+    for batch, rows in zip(batches.values(), ([True, True], [True, False]), strict=True):
+        here = batch["input_ids"] == model.config.image_token_id
+        assert here.any(1).tolist() == rows
+        assert (batch["labels"][here] == -100).all()
+        assert (batch["labels"] != -100).any(1).all()
+        blank = batch | {"pixel_values": torch.zeros_like(batch["pixel_values"])}
+        assert not torch.equal(model(**batch).loss, model(**blank).loss)
+    assert tiny_image_batches(tiny_model("LlamaForCausalLM")) == {}
+
+
+def test_row_of_text_in_a_mixed_batch_sees_no_image() -> None:
+    """Where every row has an image, a blank one makes no mixed batch."""
+    assert list(tiny_image_batches(tiny_model("GitForCausalLM"))) == ["text"]
+    assert list(tiny_image_batches(tiny_model("IdeficsForVisionText2Text"))) == ["text", "mixed"]
+
+
+def test_exceptions_say_nothing_twice() -> None:
+    import loss_plugins.models.tiny.shrink as shrink
+
+    lines = (shrink.HERE / "exceptions.yaml").read_text().splitlines()
+    names = [line.rstrip().rstrip(":") for line in lines if re.fullmatch(r"\w+: *", line)]
+    also = [
+        name.strip() for line in lines if (found := re.match(r"  also: \[(.*)\]", line)) for name in found[1].split(",")
+    ]
+    assert len(names + also) == len({*names, *also}) == len(exceptions())
 
 
 # Memory

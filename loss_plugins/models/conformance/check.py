@@ -17,12 +17,25 @@ from torch import nn
 from ...errors import LossPluginError, UnsupportedError
 from ...strategies import STRATEGIES
 from ..patch import PatchHandle, patch_model
-from ..tiny import VOCAB, model_class, seed_everything, tiny_image_inputs, tiny_inputs, tiny_model
+from ..tiny import (
+    VOCAB,
+    has_images,
+    model_class,
+    model_classes,
+    seed_everything,
+    tiny_image_batches,
+    tiny_inputs,
+    tiny_model,
+)
 from ..tiny.inputs import floating
+from ..verification.moment import loss_of
 from .double import all_double
-from .measure import GRADIENT_BOUND, LOSS_BOUND, distance, loss_of, same, step
+from .measure import GRADIENT_BOUND, LOSS_BOUND, distance, same, step
 
 KEEP = 5
+BATCHES = ("text", "images", "mixed")
+OPTIONS = ("shift_labels", "router losses", "decoder_input_ids")
+"""What some classes take and do not use."""
 
 
 @dataclass
@@ -39,6 +52,8 @@ class Evidence:
         loss_error: The largest absolute difference in the loss.
         gradient_error: The largest relative difference in the gradient of any parameter.
         checks: What was compared.
+        batches: For a class that sees images, which batches were among that: ``text``, ``images`` (one a row),
+            ``mixed`` (a row of text alone beside one with an image).
         skipped: What the class itself does not do, and why.
         problems: What differs.
         seconds: How long that took.
@@ -52,6 +67,7 @@ class Evidence:
     loss_error: float = 0.0
     gradient_error: float = 0.0
     checks: list[str] = field(default_factory=list)
+    batches: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -103,7 +119,7 @@ class Subject:
             for key in ("router_aux_loss_coef", "aux_loss_coef"):
                 if getattr(part, key, None) is not None:
                     setattr(part, key, 0.5)  # so that it can be seen
-        self.images = tiny_image_inputs(self.stock)
+        self.batches = tiny_image_batches(self.stock)
         if self.dtype is torch.float64:
             with contextlib.suppress(Exception):
                 self.stock.set_experts_implementation("eager")  # grouped products know no float64
@@ -134,9 +150,9 @@ class Subject:
             found["router losses"] = inputs | {"output_router_logits": True}
             if self.dtype is torch.float64:
                 found["router losses"].pop("attention_mask", None)  # theirs mix float32 masks with float64
-        if self.images is not None:
-            found["images"] = floating(self.images, self.dtype)
-        return found
+        if "decoder_input_ids" in accepted:
+            found["decoder_input_ids"] = inputs | {"decoder_input_ids": labels.flip(0).clamp(min=0)}
+        return found | {name: floating(batch, self.dtype) for name, batch in self.batches.items()}
 
 
 class Comparison:
@@ -151,6 +167,7 @@ class Comparison:
         evidence.precision = str(subject.dtype).removeprefix("torch.")
         stock = self._stock_steps()
         evidence.checks += list(stock)
+        self._say_which_batches(stock)
         for strategy in strategies:
             try:
                 with patch_model(subject.ours, strategy) as handle:
@@ -180,11 +197,22 @@ class Comparison:
             except Exception as error:
                 self.evidence.skipped[name] = f"stock: {_said(error)}"
                 continue
-            if name in ("shift_labels", "router losses") and torch.equal(done.loss, found["labels"][1].loss):
+            if name in OPTIONS and torch.equal(done.loss, found["labels"][1].loss):
                 self.evidence.skipped[name] = "makes no difference to stock"
                 continue
             found[name] = inputs, done
         return found
+
+    def _say_which_batches(self, stock: dict[str, Any]) -> None:
+        evidence, inputs = self.evidence, self.subject.inputs
+        if evidence.name not in model_classes("image-text"):
+            return
+        own = "images" if has_images(inputs) else "text"
+        evidence.batches = [kind for kind in BATCHES if kind in stock or kind == own]
+        for kind in BATCHES:
+            if kind not in evidence.batches:
+                reason = "every row has an image" if own == "images" else "it takes no images, or none that were found"
+                evidence.skipped.setdefault(kind, reason)
 
     def _steps(self, strategy: str, handle: PatchHandle, stock: dict[str, tuple[dict[str, Any], Any]]) -> str:
         """Compare every variant; whether the strategy made the loss without logits."""
@@ -270,20 +298,27 @@ class StockError(Exception):
 def _tuple(comparison: Comparison, strategy: str) -> str | None:
     inputs = comparison.subject.inputs | {"return_dict": False}
     with patch_model(comparison.subject.ours, strategy):
-        ours, theirs = comparison.both(lambda model: model(**inputs))
-    if not isinstance(theirs, tuple):
+        ours, theirs = comparison.both(lambda model: step(model, inputs))
+    if not isinstance(theirs.output, tuple):
         return "stock returns no tuple"
-    comparison.near(ours, theirs)
-    comparison.alike(ours[1:], theirs[1:])
+    comparison.near(ours.output, theirs.output)
+    apart = distance(ours, theirs).gradient
+    assert apart <= GRADIENT_BOUND[comparison.subject.dtype], f"the gradient is off by {apart:.1e}"
+    comparison.alike(ours.output[1:], theirs.output[1:])
     return None
 
 
 def _outputs(comparison: Comparison, strategy: str) -> str | None:
     inputs = comparison.subject.inputs | {"output_hidden_states": True}
+    further: list[dict[str, Any]] = []
+    if "use_cache" in inspect.signature(type(comparison.subject.stock).forward).parameters:
+        further.append(inputs | {"use_cache": True})
+    if "router losses" in comparison.subject.variants():
+        further.append(comparison.subject.variants()["router losses"] | {"output_hidden_states": True})
     with patch_model(comparison.subject.ours, strategy):
-        if "use_cache" in inspect.signature(type(comparison.subject.stock).forward).parameters:
+        for batch in further:
             with contextlib.suppress(StockError):
-                ours, theirs = comparison.both(lambda model: model(**inputs, use_cache=True))
+                ours, theirs = comparison.both(lambda model, batch=batch: model(**batch))  # type: ignore[misc]
                 comparison.near(ours, theirs)
                 comparison.alike(ours, theirs)
         ours, theirs = comparison.both(lambda model: model(**inputs))

@@ -16,7 +16,7 @@ def all_double() -> Iterator[None]:
     in float32), which would hide every difference below 1e-7."""
     functional = torch.nn.functional
     to, float_, default = Tensor.to, Tensor.float, torch.get_default_dtype()
-    softmax, log_softmax = functional.softmax, functional.log_softmax
+    softmax, log_softmax, zeros = functional.softmax, functional.log_softmax, torch.zeros
 
     def to_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
@@ -25,6 +25,9 @@ def all_double() -> Iterator[None]:
     def softmax_double(*args: Any, **kwargs: Any) -> Tensor:
         return softmax(*args, **_double(kwargs))
 
+    def zeros_double(*args: Any, **kwargs: Any) -> Tensor:
+        return zeros(*args, **_double(kwargs))
+
     def log_softmax_double(input: Any, *args: Any, **kwargs: Any) -> Any:
         # torch's own would hand a stand-in this function, which it does not know
         log = log_softmax if isinstance(input, Tensor) else type(input).log_softmax
@@ -32,12 +35,13 @@ def all_double() -> Iterator[None]:
 
     Tensor.to, Tensor.float = to_double, Tensor.double  # type: ignore[method-assign, assignment]
     functional.softmax, functional.log_softmax = softmax_double, log_softmax_double
+    torch.zeros = zeros_double  # type: ignore[assignment]
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
         Tensor.to, Tensor.float = to, float_  # type: ignore[method-assign]
-        functional.softmax, functional.log_softmax = softmax, log_softmax
+        functional.softmax, functional.log_softmax, torch.zeros = softmax, log_softmax, zeros
         torch.set_default_dtype(default)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .classes import class_of_type, model_class, model_classes
-from .images import tiny_image_inputs
+from .images import has_images, tiny_image_batches
 from .inputs import tiny_inputs
 from .shrink import VOCAB, exceptions, tiny_config
 
@@ -20,11 +20,12 @@ __all__ = [
     "VOCAB",
     "class_of_type",
     "exceptions",
+    "has_images",
     "model_class",
     "model_classes",
     "seed_everything",
     "tiny_config",
-    "tiny_image_inputs",
+    "tiny_image_batches",
     "tiny_inputs",
     "tiny_model",
 ]

@@ -1,4 +1,4 @@
-"""A tiny batch with images in it, found by trying the few shapes that models take."""
+"""Tiny batches with images in them, found by trying the few shapes that models take."""
 
 from __future__ import annotations
 
@@ -10,42 +10,118 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .inputs import FIRST, LAST, LENGTH, ROWS
-from .shrink import VOCAB
+from .inputs import FIRST, LAST, LENGTH, ROWS, made, tiny_inputs
+from .shrink import VOCAB, exceptions
 
 SIDE, PATCHES, MOST = 32, 4, 200
 COUNTS = (4, 16, 1, 2, 5, 8, 9, 17, 32, 64)
 """Tokens an image that are tried where the class does not say how many it needs."""
+TOKEN_KEYS = ("image_token_id", "image_token_index", "image_patch_id", "img_context_token_id")
+PIXELS = ("pixel_values", "image_patches", "flattened_patches")
+"""What the images themselves are called."""
 
 
-def tiny_image_inputs(model: Any, seed: int = 0) -> dict[str, Any] | None:
-    """Inputs with labels, and an image in each row before its text; None if no such batch is found.
+def tiny_image_batches(model: Any, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """Inputs with labels, other than those of `tiny_inputs`, by what is in them.
 
-    The tokens of the image have no labels.
+    ``text``: no image; ``images``: one in each row, before its text; ``mixed``: one in each row but the last. What was
+    not found is missing. The tokens of an image have no labels.
     """
     accepted = inspect.signature(type(model).forward).parameters
-    token = next((t for t in (getattr(model.config, key, None) for key in TOKEN_KEYS) if isinstance(t, int)), None)
-    if "pixel_values" not in accepted or "labels" not in accepted or token is None or not 0 <= token < VOCAB + 8:
-        return None
+    if "labels" not in accepted or not any(key in accepted for key in PIXELS):
+        return {}
     training = model.training
     model.eval()
     try:
-        for images in _images(model, accepted):
-            counts, tried = _counts(model, images), [0]
-            while counts:
-                tried.append(counts.pop(0))
-                inputs = _batch(accepted, images, token, tried[-1], seed)
-                wanted = _runs(model, inputs)
-                if wanted is True:
-                    return inputs
-                if 0 < wanted <= MOST and wanted not in tried:
-                    counts.insert(0, wanted)
+        base = tiny_inputs(model, seed=seed)
+        if has_images(base):
+            return _less_of(model, base, seed)
+        return _more_than_text(model, accepted, seed)
     finally:
         model.train(training)
-    return None
 
 
-TOKEN_KEYS = ("image_token_id", "image_token_index", "image_patch_id")
+def has_images(inputs: dict[str, Any]) -> bool:
+    """Whether there are images in a batch."""
+    return any(key in inputs for key in PIXELS)
+
+
+def _less_of(model: Any, base: dict[str, Any], seed: int) -> dict[str, dict[str, Any]]:
+    """The batches with fewer images, where the class cannot do without, or has no tokens for them."""
+    put = exceptions().get(type(model).__name__, {}).get("inputs", {}).get("input_ids", {})
+    other = torch.randint(FIRST, LAST, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed + 1))
+
+    def rows_of_text(first: int) -> dict[str, Any]:
+        inputs = dict(base)
+        if "put" in put:
+            inputs["input_ids"] = base["input_ids"].clone()
+            inputs["input_ids"][first:] = other[first:]
+        return inputs
+
+    fields = {key: base[key] for key in base if re.search("pixel|image|patches|qformer", key)}
+    text = {key: value for key, value in rows_of_text(0).items() if key not in fields}
+    mixed = _first_of(model, [rows_of_text(ROWS - 1) | some for some in _fewer(fields)])
+    return {"text": text} | ({"mixed": mixed} if mixed else {})
+
+
+def _more_than_text(model: Any, accepted: Any, seed: int) -> dict[str, dict[str, Any]]:
+    entry = exceptions().get(type(model).__name__, {}).get("images", {})
+    config = model.config
+    token = entry.get("token", next((t for key in TOKEN_KEYS if isinstance(t := getattr(config, key, None), int)), -1))
+    if not 0 <= token < VOCAB + 8:
+        return {}
+    for images in [_described(entry, ROWS)] if "fields" in entry else _images(model, accepted):
+        counts, tried = [entry["count"]] if "count" in entry else _counts(model, images), [0]
+        while counts:
+            tried.append(counts.pop(0))
+            count = tried[-1]
+            inputs = _batch(accepted, images, token, [count] * ROWS, seed)
+            wanted = _runs(model, inputs)
+            if wanted is True:
+                some = _fewer(images)
+                if "fields" in entry:
+                    some.insert(0, _described(entry, ROWS - 1))
+                rows = [count] * (ROWS - 1) + [0]
+                batches = [_batch(accepted, fewer, token, rows, seed) for fewer in some]
+                mixed = _first_of(model, batches, entry.get("blank", False))
+                return {"images": inputs} | ({"mixed": mixed} if mixed else {})
+            if 0 < wanted <= MOST and wanted not in tried:
+                counts.insert(0, wanted)
+    return {}
+
+
+def _fewer(images: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """``images`` without the last row's: left out, or nothing but zeros."""
+    shares = {key: len(value) // ROWS * (ROWS - 1) for key, value in images.items()}
+    left_out = {key: value[: shares[key]] for key, value in images.items()}
+    blank = {key: torch.cat([left_out[key], 0 * value[shares[key] :]]) for key, value in images.items()}
+    return [left_out, blank, left_out | {key: blank[key] for key in images if "mask" in key}]
+
+
+def _first_of(model: Any, batches: list[dict[str, Any]], blank: bool = False) -> dict[str, Any] | None:
+    """The first that runs, sees its images, and whose last row is text alone, or has the class's own blank image."""
+    found = (inputs for inputs in batches if _runs(model, inputs) is True)
+    return next((inputs for inputs in found if blank or _ends_in_text(model, inputs)), None)
+
+
+def _ends_in_text(model: Any, inputs: dict[str, Any]) -> bool:
+    """Whether the loss of the last row knows nothing of any image, also not of one put where its own is blank."""
+    alone = inputs | {"labels": inputs["labels"].clone()}
+    alone["labels"][:-1] = -100
+    with torch.no_grad():
+        loss = model(**alone)["loss"]
+        try:
+            other = model(**alone | _other_images(inputs))["loss"]
+        except Exception:
+            return True  # an image there is an image too many
+    return torch.equal(loss, other)
+
+
+def _described(entry: dict[str, Any], images: int) -> dict[str, Tensor]:
+    """So many images by the class's rules."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"I": images, "B": ROWS, "T": LENGTH + entry.get("count", 0)}
+    return {key: made(rule, sizes, generator) for key, rule in entry["fields"].items()}
 
 
 def _images(model: Any, accepted: Any) -> Iterator[dict[str, Tensor]]:
@@ -105,13 +181,15 @@ def _counts(model: Any, images: dict[str, Tensor]) -> list[int]:
     return [rows // ROWS, *COUNTS] if rows and rows % ROWS == 0 else [*COUNTS]
 
 
-def _batch(accepted: Any, images: dict[str, Tensor], token: int, count: int, seed: int) -> dict[str, Any]:
+def _batch(accepted: Any, images: dict[str, Tensor], token: int, counts: list[int], seed: int) -> dict[str, Any]:
+    """Rows that begin with so many tokens of an image, after their first token, and go on as text."""
     generator = torch.Generator().manual_seed(seed)
-    length = LENGTH + count
+    length = LENGTH + max(counts)
     ids = torch.randint(FIRST, LAST, (ROWS, length), generator=generator)
     labels = torch.randint(FIRST, LAST, (ROWS, length), generator=generator)
-    ids[:, 1 : 1 + count] = token
-    labels[:, : 1 + count] = -100
+    for row, count in enumerate(counts):
+        ids[row, 1 : 1 + count] = token
+        labels[row, : 1 + count] = -100
     labels[-1, -2:] = -100
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, **images}
     for name in ("mm_token_type_ids", "token_type_ids"):
@@ -125,8 +203,13 @@ def _runs(model: Any, inputs: dict[str, Any]) -> bool | int:
     try:
         with torch.no_grad():
             loss = model(**inputs)["loss"]
-            other = model(**inputs | {"pixel_values": -inputs["pixel_values"]})["loss"]
+            other = model(**inputs | _other_images(inputs))["loss"]
     except Exception as error:
         features = re.search(r"do not match.*features:? (\d+)", str(error))
         return int(features[1]) // ROWS if features else False
     return bool(loss.isfinite()) and not torch.equal(loss, other)
+
+
+def _other_images(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Other pixels, in the same range: also patches that begin with their row and column."""
+    return {key: inputs[key].max() + inputs[key].min() - inputs[key] for key in PIXELS if key in inputs}

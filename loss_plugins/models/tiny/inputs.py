@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -42,24 +43,28 @@ def tiny_inputs(model: Any, rows: int = ROWS, length: int = LENGTH, seed: int = 
         elif isinstance(rule, dict) and "put" in rule:
             inputs[name][:, : rule["count"]] = rule["put"]
         else:
-            inputs[name] = _made(rule, sizes, generator)
+            inputs[name] = made(rule, sizes, generator)
         if isinstance(rule, dict) and "put" in rule and "labels" in inputs:
             inputs["labels"][:, : rule["count"]] = -100
     return inputs
 
 
-def _made(rule: Any, sizes: dict[str, int], generator: torch.Generator) -> Any:
-    """A tensor by its rule, of a shape in which B and T stand for rows and length.
+def made(rule: Any, sizes: dict[str, int], generator: torch.Generator) -> Any:
+    """A tensor by its rule, of a shape in which B and T stand for rows and length, I for the number of images.
 
-    ``floats``, ``ints`` or ``labels`` (from ``from``, below ``below``), ``ones``, ``zeros``, or ones in the ``first``
-    ``count`` columns; anything else is taken as it is.
+    ``floats``, ``ints`` or ``labels`` (from ``from``, below ``below``), ``ones``, ``zeros``, a ``mask`` of True, or
+    ones in the ``first`` ``count`` columns; ``each``: the same for each image; anything else is taken as it is.
     """
     if not isinstance(rule, dict):
         return rule
-    kind = next(k for k in ("floats", "ints", "ones", "zeros", "first", "labels") if k in rule)
-    shape: list[int] = [sizes[n] if isinstance(n, str) else int(n) for n in rule[kind]]
+    if "each" in rule:
+        return torch.tensor([rule["each"]] * sizes["I"])
+    kind = next(k for k in ("floats", "ints", "ones", "zeros", "mask", "first", "labels") if k in rule)
+    shape = [math.prod(sizes.get(part) or int(part) for part in str(n).split("*")) for n in rule[kind]]
     if kind == "floats":
         return torch.randn(shape, generator=generator)
+    if kind == "mask":
+        return torch.ones(shape, dtype=torch.bool)
     if kind in ("ones", "zeros"):
         return torch.full(shape, int(kind == "ones"))
     if kind == "first":

@@ -55,7 +55,7 @@ def tiny_config(cls: Any) -> Any:
     small = shrink(given)
     for path, value in entry.get("config", {}).items():
         _put(small, path, copy.deepcopy(value))
-    config = _made(cls.config_class, small, strict=bool(entry))
+    config = _made(cls.config_class, small, strict="config" in entry)
     for name, value in entry.get("replace", {}).items():
         config.__dict__[name] = _config(**value)
     return config
@@ -100,6 +100,8 @@ def _shrunk(key: Any, value: Any, given: dict[str, Any]) -> Any:
         return value
     if key in ("rope_parameters", "rope_scaling"):
         return _rope(value)
+    if key == "initializer_range" and isinstance(value, float) and value < 1e-6:
+        return 0.02  # nothing would be seen of an image
     if isinstance(value, dict):
         return shrink(value)
     if isinstance(value, list) and key in LISTS:
