@@ -13,22 +13,24 @@ COLUMNS = ("key", "default", "what")
 
 def show_keys() -> None:
     """Tables on stdout, this package's keys first."""
-    from ..config import LossConfig
+    from transformers import TrainingArguments
+
     from ..integrations.hf.arguments import LossPluginArguments
     from ..integrations.hf.data import DataArguments
     from ..integrations.hf.job import JobArguments
     from ..integrations.hf.loading import ModelArguments
 
+    theirs = {entry.name for entry in fields(TrainingArguments)}
+    settings = [entry for entry in fields(LossPluginArguments) if entry.init]
+    show_table("The loss", COLUMNS, [_row(entry) for entry in settings if entry.name not in theirs])
     for title, cls in (
-        ("The loss", LossConfig),
         ("The comparison", JobArguments),
         ("The model", ModelArguments),
         ("The data", DataArguments),
     ):
         show_table(title, COLUMNS, [_row(entry) for entry in fields(cls) if entry.init])
-    theirs = [entry for entry in fields(LossPluginArguments) if entry.init and entry.name not in LossConfig.names()]
     note = "Those of transformers' TrainingArguments; help in full in its documentation."
-    show_table("The training", COLUMNS, [_row(entry, 120) for entry in theirs], note=note)
+    show_table("The training", COLUMNS, [_row(entry, 120) for entry in settings if entry.name in theirs], note=note)
 
 
 def _row(entry: Field[Any], limit: int | None = None) -> tuple[str, str, str]:

@@ -29,7 +29,8 @@ def test_fields_are_the_configs_own() -> None:
     for f in fields(LossConfig):
         assert mine[f.name].default == f.default
         assert mine[f.name].metadata["help"] == f.metadata["help"]
-    assert len(mine) == len(fields(TrainingArguments)) + len(fields(LossConfig))
+    assert len(mine) == len(fields(TrainingArguments)) + len(fields(LossConfig)) + 1
+    assert mine["loss_self_check"].default is False
 
 
 def test_defaults_are_the_configs() -> None:

@@ -48,6 +48,14 @@ class LossPluginArguments(TrainingArguments):
         ConfigError: a loss setting has a wrong value, or the two smoothing settings differ.
     """
 
+    loss_self_check: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute the first training batch by stock too, and stop if the loss or the gradient of any "
+            "parameter differs by more than rounding."
+        },
+    )
+
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, *_MAPPINGS]  # noqa: RUF012 - the parent's shape
 
     def __post_init__(self) -> None:
@@ -55,6 +63,10 @@ class LossPluginArguments(TrainingArguments):
             value = getattr(self, name)
             if isinstance(value, str) and value.lower() in ("true", "false"):  # as a command line has it
                 setattr(self, name, value.lower() == "true")
+        if not isinstance(self.loss_self_check, bool):
+            raise ConfigError(
+                f"loss_self_check must be true or false, got {self.loss_self_check!r}. Leave it out for false."
+            )
         for name in _MAPPINGS:
             _check_json(name, getattr(self, name))
         for entry in fields(self):

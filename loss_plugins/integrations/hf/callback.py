@@ -14,6 +14,7 @@ from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
 from .arguments import LossPluginArguments
 from .monitor import PREFIX, LossMonitor, read_statistics, renewed
 from .refusals import refuse_foreign_forward, refuse_label_smoother, refuse_liger
+from .self_check import check_from_dataset
 
 CAUSES = (
     "(1) the Trainer was given a compute_loss_func, or its class overrides compute_loss, and takes the labels out of "
@@ -33,6 +34,9 @@ class LossPluginCallback(TrainerCallback):
     The numbers (peak loss memory on devices whose allocator counts it, valid fraction, `loss_statistics`) go to the
     Trainer's console output and to `state.log_history`. Reporting integrations run before a user's callbacks and do not
     see them: use [`LossPluginTrainer`] for these, as for token weights, tokens per second and `label_smoothing_factor`.
+
+    With [`LossPluginArguments`], `loss_self_check` compares the first rows of the training data with stock, before
+    training.
 
     Args:
         loss_config (`LossConfig`, `dict` or `str`, *optional*):
@@ -56,10 +60,14 @@ class LossPluginCallback(TrainerCallback):
         if model is not None:
             self._patch(args, model)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
         if self._monitor is not None:
             self._monitor.end()
         handle = self._patch(args, model)  # model_init has made another model since
+        if getattr(args, "loss_self_check", False):
+            check_from_dataset(args, model, handle, train_dataloader)
         measure = bool(args.skip_memory_metrics) and args.device.type != "cpu"
         self._monitor = LossMonitor(handle, args.device, measure)
         handle.statistics.pop()

@@ -19,6 +19,7 @@ from .arguments import LossPluginArguments, with_smoothing
 from .hints import memory_hint
 from .monitor import PREFIX, LossMonitor, apart, read_statistics, renewed
 from .refusals import refuse_compute_loss_func, refuse_foreign_forward, refuse_liger
+from .self_check import refuse_self_check, self_check
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -40,6 +41,9 @@ class LossPluginMixin(_Base):
         loss_config (`LossConfig`, `dict` or `str`, *optional*):
             How the loss is computed. Without it, the settings of a [`LossPluginArguments`]; without these, what the
             model is patched with already; else `"auto"`.
+        loss_self_check (`bool`, *optional*):
+            Whether the first training batch's loss and gradients are compared with stock's, and training stops if they
+            differ. Without it, that of a [`LossPluginArguments`].
 
     Attributes:
         loss_handle (`PatchHandle`): The patch of the model that is trained.
@@ -51,6 +55,7 @@ class LossPluginMixin(_Base):
     Raises:
         ConfigError: `compute_loss_func` or a Liger loss is asked for too, or settings contradict each other.
         PatchError: the model is patched with another config.
+        VerificationError: with `loss_self_check`, when training begins.
     """
 
     measure_loss_memory = True
@@ -62,10 +67,17 @@ class LossPluginMixin(_Base):
     _loss_smoothing = 0.0
     _loss_positions = 0
     _loss_eval_statistics: StatisticsBuffer | None = None
+    _loss_check_wish: bool | None = None
+    _loss_to_check = False
 
     def __init__(
-        self, *args: Any, loss_config: LossConfig | Mapping[str, Any] | str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        loss_config: LossConfig | Mapping[str, Any] | str | None = None,
+        loss_self_check: bool | None = None,
+        **kwargs: Any,
     ) -> None:
+        self._loss_check_wish = loss_self_check
         if loss_config is not None:
             self._loss_wish = LossConfig.of(loss_config)
         super().__init__(*args, **kwargs)
@@ -209,7 +221,42 @@ class LossPluginMixin(_Base):
             if self._loss_monitor is not None:  # an interrupted training tells no callback that it is over
                 self._loss_monitor.end()
 
+    def _loss_wants_check(self) -> bool:
+        wish = self._loss_check_wish
+        wish = getattr(self.args, "loss_self_check", False) if wish is None else wish
+        if wish:
+            refuse_self_check(self.args, self.accelerator)
+        return bool(wish)
+
+    def _loss_check(self, model: torch.nn.Module, inputs: dict[str, Any], count: Tensor | int | None) -> None:
+        """Compare a batch with stock; the next one, if no label of this one counts."""
+        assert self.loss_handle is not None
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        batch, _ = self._loss_take_weight(self._prepare_inputs(inputs))
+
+        def compute(inputs: dict[str, Any], deferred: bool) -> Tensor:
+            self._loss_prediction = deferred, None
+            with self.compute_loss_context_manager():
+                loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=count)
+            return loss
+
+        positions, smoothing, self._loss_smoothing = self._loss_positions, self._loss_smoothing, 0.0
+        monitor = self._loss_monitor
+        interrupted = contextlib.nullcontext() if monitor is None else monitor.interrupted()
+        try:
+            with interrupted:
+                checked = self_check(model, self.loss_handle, batch, compute, self.accelerator)
+        finally:
+            self._loss_prediction, self._loss_positions, self._loss_smoothing = None, positions, smoothing
+        self._loss_to_check = checked is None
+        if monitor is not None:
+            monitor.resume()
+
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        if self._loss_to_check:
+            self._loss_check(model, inputs, args[0] if args else kwargs.get("num_items_in_batch"))
         watched = contextlib.nullcontext() if self._loss_monitor is None else self._loss_monitor.watched()
         try:
             with watched:
@@ -302,6 +349,7 @@ class _Follow(TrainerCallback):
         trainer._loss_monitor = LossMonitor(handle, args.device, measure)
         handle.statistics.pop()
         trainer._loss_positions = 0
+        trainer._loss_to_check = trainer._loss_wants_check()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._loss_monitor.resume()

@@ -58,3 +58,32 @@ def fitted(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     if "input_ids" not in accepted:  # a wrapper, which hands everything on
         return batch
     return {key: value for key, value in wanted.items() if key in accepted}
+
+
+def cut_batch(batch: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """``batch`` with at most about ``tokens`` labels: those rows, and those columns, that have the most that count.
+
+    A batch that has more than rows of equal length in it (images, several position axes) stays as it is.
+    """
+    labels = batch["labels"]
+    if labels.dim() != 2 or labels.numel() <= tokens:
+        return batch
+    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor) and value.dim()}
+    rows, length = labels.shape
+    if any(value.shape[0] != rows for value in tensors.values()) or len(tensors) < _containers(batch):
+        return batch
+    counts = (labels != IGNORED).sum(1)
+    best = counts.argsort(descending=True)[: max(1, tokens // length)].sort().values
+    tensors = {key: value[best.to(value.device)] for key, value in tensors.items()}
+    if length > tokens and all(value.shape[1:2] == (length,) and value.dim() == 2 for value in tensors.values()):
+        ends = torch.nn.functional.pad((tensors["labels"] != IGNORED).sum(0).cumsum(0), (1, 0))
+        start = int((ends[tokens:] - ends[:-tokens]).argmax())
+        tensors = {key: value[:, start : start + tokens] for key, value in tensors.items()}
+    return batch | tensors
+
+
+def _containers(batch: dict[str, Any]) -> int:
+    """How many entries are no plain numbers."""
+    return sum(
+        not (isinstance(value, Tensor) and not value.dim()) and hasattr(value, "__len__") for value in batch.values()
+    )

@@ -15,6 +15,10 @@ EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Relative distance of sums of many products that differ only in their order."""
 TIMES = 3.0
 """How many times stock's own error ours may be away from stock: that error itself, and twice it for ours."""
+PLAUSIBLE = {torch.float64: 1e-8, torch.float32: 1e-3}
+COARSE = 0.25
+"""How far stock's gradients may be from those with a wider head: beyond, something else than rounding differs. The
+latter is for 16-bit types and TF32."""
 FILTERED = 2e-2
 """What cce's filter may leave out of a gradient, in 16-bit types, where it decides that itself."""
 
@@ -156,7 +160,11 @@ def tolerance(
         tensor_floats: Whether products of float32 numbers are rounded to TF32 first.
     """
     name = str(dtype).removeprefix("torch.")
-    if dtype in EXACT and not (tensor_floats and dtype is torch.float32):
+    exact = dtype in EXACT and not (tensor_floats and dtype is torch.float32)
+    if own is not None and not own.whole <= (PLAUSIBLE[dtype] if exact else COARSE):
+        yardstick = f"with head and loss in {yardstick} it differs by {own.whole:.0e}, which is no rounding"
+        own = None
+    if exact:
         loss = gradient = EXACT[dtype]
         if (
             own is None and dtype is torch.float32

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..frame import Frame, Scope, calling_for_real
 from ..head import Head
@@ -71,7 +71,7 @@ class RealHead(Frame):
 
 
 class WideLogits:
-    """A head's logits in a wider type, from the weight that it has while it is called."""
+    """A head's logits in a wider type: by its own forward, with the weight that it has while it is called."""
 
     def __init__(self, head: Head, dtype: torch.dtype) -> None:
         self.head, self.core, self.dtype = head, head.core, dtype
@@ -79,11 +79,23 @@ class WideLogits:
     def run(self, hidden: Tensor) -> Tensor:
         found = self.head.weight_and_bias(self.head.width(hidden))
         assert not isinstance(found, str), found
-        weight, bias = found
-        bias = None if bias is None else bias.to(self.dtype)
+        wide = {
+            f"core.{name}": t.to(self.dtype) for name, t in zip(("weight", "bias"), found, strict=True) if t is not None
+        }
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = F.linear(hidden.to(self.dtype), weight.to(self.dtype), bias)
+            logits: Tensor = functional_call(_Forward(self.core), wide, (hidden.to(self.dtype),))
         return logits.as_subclass(StaysDouble) if self.dtype is torch.float64 else logits
+
+
+class _Forward(nn.Module):
+    """The forward of a module that is being called already, without its hooks, which have run."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, hidden: Tensor) -> Any:
+        return type(self.core).forward(self.core, hidden)
 
 
 class StaysDouble(Tensor):
