@@ -68,7 +68,10 @@ class Frame:
         device, dtype = hidden.device.type, hidden.dtype
         if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
-        return DeferredLogits(self, head, hidden, vocab, dtype)
+        logits = DeferredLogits(self, head, hidden, vocab, dtype)
+        if head.way == "real":
+            logits.materialise(head.why)
+        return logits
 
     def real_logits(self, head: Head, hidden: Tensor, why: str) -> Tensor:
         """``head(hidden)`` by the head's own way, counted and said once for each reason."""

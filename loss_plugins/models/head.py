@@ -12,11 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PatchError
+from .adapters import lora_terms, no_terms
 from .families import family_of
 from .swap import base_class, is_swapped, swap
+from .terms import Term, Terms
+from .weights import (
+    MAKERS,
+    SHARDING,
+    foreign_hook,
+    is_adapter,
+    is_from,
+    is_named,
+    not_linear,
+    rows_of,
+    weight_and_bias,
+    whole_batch_hook,
+)
 
-SHARDING = ("torch.distributed", "torch._", "deepspeed", "accelerate")
-"""Whose hooks on a head gather or free its weight, and leave its result alone."""
+Way = Literal["weight", "terms", "module", "call", "real"]
 
 
 @dataclass(frozen=True)
@@ -26,14 +39,15 @@ class Head:
     Attributes:
         outer: What the model's forward calls.
         core: What does the work and is given the loss job: ``outer``, or what it hands its arguments on to.
-        way: ``weight``: a plain linear layer, whose weight a strategy can take. ``module``: its own forward is called
-            on chunks. ``call``: ``outer`` is called on chunks, hooks and all.
-        why: Why not ``weight``, for people; empty otherwise.
+        way: ``weight``: a plain linear layer, whose weight a strategy can take. ``terms``: a sum of products, see
+            `Terms`. ``module``: its own forward is called on chunks. ``call``: ``outer`` is called on chunks, hooks and
+            all. ``real``: only its real logits are right.
+        why: Why neither ``weight`` nor ``terms``, for people; empty otherwise.
     """
 
     outer: nn.Module
     core: nn.Module
-    way: Literal["weight", "module", "call"]
+    way: Way
     why: str = ""
 
     @classmethod
@@ -53,10 +67,10 @@ class Head:
         return changed
 
     def width(self, hidden: Tensor) -> int:
-        """Size of the vocabulary: ``out_features``, which stays true where the weight is sharded, packed or resized."""
-        features = getattr(self.core, "out_features", None)
-        known = self.way == "weight" or _is_adapter(self.core) or _from(base_class(self.core), "bitsandbytes")
-        if isinstance(features, int) and known:
+        """Size of the vocabulary."""
+        features = rows_of(self.core)
+        known = self.way == "weight" or is_adapter(self.core) or is_from(base_class(self.core), "bitsandbytes")
+        if features is not None and known:
             return features
         return self._probed_width(hidden)
 
@@ -80,25 +94,34 @@ class Head:
             return hidden.device
         return torch.device("cuda", moved) if isinstance(moved, int) else torch.device(moved)
 
-    def weight_and_bias(self, width: int) -> tuple[Tensor, Tensor | None] | str:
-        """Shapes ``[V, H]`` and ``[V]``, or why they cannot be used. Only valid while the head is being called."""
-        weight, bias = whole(getattr(self.core, "weight", None)), whole(getattr(self.core, "bias", None))
-        if _from(base_class(self.core), "peft"):
-            bias = None  # trainable tokens, only without one
-        if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point() or weight.dim() != 2:
-            return f"its weight is a {type(weight).__name__}" + (
-                f" of type {weight.dtype} and shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else ""
-            )
-        if weight.shape[0] != width:
-            return f"its weight has {weight.shape[0]} rows for {width} logits"
-        return weight, bias
+    def terms(self, hidden: Tensor) -> Terms | str:
+        """The products that make its logits of ``hidden``, shape ``[N, H]``, or why they cannot be had. Only valid
+        while it is being called."""
+        if self.way not in ("weight", "terms"):
+            return self.why
+        width = self.width(hidden)
+        if self.way == "terms":
+            return lora_terms(self.core, hidden, width)
+        found = self.weight_and_bias(width, hidden)
+        return found if isinstance(found, str) else Terms((Term(hidden, found[0]),), found[1])
 
-    def describe(self) -> str:
-        """One line for `explain`."""
+    def weight_and_bias(self, width: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None] | str:
+        """What a head of the way ``weight`` multiplies with, see `weights.weight_and_bias`."""
+        return weight_and_bias(self.core, width, hidden)
+
+    def describe(self, needs_weight: bool = False) -> str:
+        """One line for `explain`. ``needs_weight``: the strategy cannot take a head apart."""
         name = base_class(self.core).__name__
-        features = getattr(self.core, "out_features", "?")
+        features = rows_of(self.core) or "?"
         size = f"{features} x {getattr(self.core, 'in_features', '?')}"
-        how = "its weight is handed to the strategy" if self.way == "weight" else f"called on chunks, since {self.why}"
+        if self.way == "weight":
+            how = "its weight is handed to the strategy"
+        elif self.way == "terms":
+            how = f"W and B of its adapters are {'one weight for the strategy' if needs_weight else 'taken in chunks'}"
+        elif self.way == "real":
+            how = f"its logits are made, since {self.why}"
+        else:
+            how = f"called on chunks, since {self.why}"
         return f"{name} ({size}{', bias' if getattr(self.core, 'bias', None) is not None else ''}): {how}"
 
 
@@ -158,11 +181,6 @@ def head_of(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def whole(tensor: Any) -> Any:
-    """A DTensor as an ordinary tensor with all its entries, differentiably; anything else as it is."""
-    return tensor.full_tensor() if type(tensor).__name__ == "DTensor" or hasattr(tensor, "full_tensor") else tensor
-
-
 def _core(outer: nn.Module) -> nn.Module:
     """What ``outer`` hands its arguments on to, as far as that is certain."""
     core: Any = outer
@@ -170,60 +188,33 @@ def _core(outer: nn.Module) -> nn.Module:
         inner = None
         if hasattr(core, "_fsdp_wrapped_module"):
             inner = core._fsdp_wrapped_module
-        elif _is_named(core, "ModulesToSaveWrapper"):
+        elif is_named(core, "ModulesToSaveWrapper"):
             idle = core.disable_adapters or not core.active_adapters
             inner = core.original_module if idle else core.modules_to_save[core.active_adapters[0]]
-        elif _is_adapter(core) and core.disable_adapters and not core.merged:
-            inner = core.base_layer
+        elif is_adapter(core) and core.disable_adapters != core.merged:
+            inner = core.base_layer  # idle, or one with it; a merged adapter that is off takes itself out when called
         if not isinstance(inner, nn.Module):
             return core
         core = inner
 
 
-def _way(outer: nn.Module, core: Any) -> tuple[Literal["weight", "module", "call"], str]:
-    cls = base_class(core)
+def _way(outer: nn.Module, core: Any) -> tuple[Way, str]:
     for module in {id(outer): outer, id(core): core}.values():
-        foreign = _foreign_hook(module)
+        if whole_batch_hook(module):
+            return "real", "each sequence of the batch has an adapter of its own (adapter_names)"
+        foreign = foreign_hook(module, SHARDING + MAKERS)
         if foreign:
-            return "call", f"it has a forward hook from {foreign}"
+            return "call", f"it has {foreign}"
         own = module.__dict__.get("forward")
         if own is not None and "_hf_hook" not in module.__dict__ and not _is_sharded(core):
             return "call", f"its forward was replaced by one from {getattr(own, '__module__', type(own).__module__)}"
-    if _is_named(core, "TrainableTokensWrapper"):
-        base = core.token_adapter.base_layer
-        if base_class(base).forward is nn.Linear.forward and base.bias is None and not core.token_adapter.merged:
-            return "weight", ""
-        return "module", "its trainable tokens lie on a layer that is no plain linear one"
-    if _is_adapter(core):
-        return "module", f"a PEFT adapter ({cls.__name__}) is on it"
-    if cls.forward is not nn.Linear.forward:
-        return "module", f"{cls.__module__}.{cls.__qualname__} has a forward of its own"
-    return "weight", ""
+    if is_adapter(core) and not is_named(core, "TrainableTokensWrapper"):
+        why = no_terms(core)
+        return ("module", why) if why else ("terms", "")
+    why = not_linear(core)
+    return ("module", why) if why else ("weight", "")
 
 
 def _is_sharded(module: nn.Module) -> bool:
     """Whether tensor parallelism holds the weight: it replaces the head's forward, and the whole weight can be had."""
     return hasattr(getattr(module, "weight", None), "full_tensor")
-
-
-def _is_adapter(module: nn.Module) -> bool:
-    return _is_named(module, "BaseTunerLayer")
-
-
-def _is_named(module: nn.Module, name: str) -> bool:
-    """Whether ``module`` is of PEFT's class ``name``, without importing PEFT."""
-    return any(cls.__name__ == name and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
-
-
-def _from(cls: type, package: str) -> bool:
-    return cls.__module__.split(".")[0] == package
-
-
-def _foreign_hook(module: nn.Module) -> str | None:
-    """The package of a hook that may look at the logits or change them."""
-    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        function = getattr(hook, "func", hook)
-        home = getattr(function, "__module__", None) or type(function).__module__
-        if not home.startswith(SHARDING):
-            return str(home)
-    return None

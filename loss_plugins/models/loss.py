@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .deferred import DeferredLogits
     from .frame import Frame
     from .head import Head
+    from .terms import Terms
 
 
 @dataclass(frozen=True)
@@ -77,29 +78,29 @@ class LossJob:
             for name in ("class_weight", "token_weight"):
                 if self.arguments[name] is not None:
                     self.arguments[name] = self.arguments[name].to(hidden.device)
-        width = head.width(hidden)
-        why = head.why
-        if head.way == "weight":
-            found = head.weight_and_bias(width)
-            if not isinstance(found, str):
-                return self._done(self._with_weight(hidden, *found), hidden, found[0])
-            why = found
-        frame.handle.use_module(why)
-        return self._done(self._projected(hidden, self._module_call(), frame.handle.config.loss_strategy), hidden, None)
+        terms = head.terms(hidden)
+        if isinstance(terms, str):
+            frame.handle.use_module(terms)
+            strategy = frame.handle.config.loss_strategy
+            return self._done(self._projected(hidden, self._module_call(), strategy), hidden, None)
+        return self._done(self._of_terms(terms), hidden, terms.terms[0].weight)
 
-    def _with_weight(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LossOutput:
-        config = self.frame.handle.config
+    def _of_terms(self, terms: Terms) -> LossOutput:
+        handle = self.frame.handle
         normal = normalise(self.steps)
-        if normal is None:
-            strategy = self.frame.handle.replaying(self.steps)
-            return self._projected(hidden, lambda rows: F.linear(rows, weight, bias), strategy)
-        hidden, weight, bias = normal.layer(hidden, weight, bias)
+        takes_chunks = not (terms.is_plain or handle.needs_weight)
+        if normal is None or takes_chunks:
+            strategy = handle.config.loss_strategy if takes_chunks else handle.replaying(self.steps)
+            return self._projected(terms.rows(), terms.logits, strategy)
+        hidden, weight, bias = normal.layer(*terms.side_by_side())
+        if not terms.is_plain:
+            handle.use_side_by_side(weight)
         return linear_cross_entropy_stats(
             hidden,
             weight,
             self.target,
-            strategy=config.loss_strategy,
-            options=config.loss_options,
+            strategy=handle.config.loss_strategy,
+            options=handle.config.loss_options,
             bias=bias,
             logit_scale=normal.scale,
             softcap=normal.softcap,

@@ -117,6 +117,7 @@ class PatchHandle:
         materialised_by: Why logits became real, each reason once.
         statistics: Sums over tokens since they were last read.
         before_loss: Called when the head's loss is about to be computed.
+        needs_weight: Whether the strategy cannot call a head on chunks.
         after_loss_backward: Called when the gradient of the head's input is there, or after the loss if there is none.
         liger: Liger's kernels in other layers, if any were asked for.
     """
@@ -134,6 +135,7 @@ class PatchHandle:
         self.liger: LigerOps | None = None
         self.shared_scopes: list[Scope] = []
         self.fields = self._fields()
+        self.needs_weight = self._needs_weight()
         self.statistics = StatisticsBuffer(self.fields)
         self._swapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._said: set[str] = set()
@@ -188,7 +190,7 @@ class PatchHandle:
             several = len(each_head(outer))
             lines.append(
                 f"  head {path}{f' ({several} of them)' if several > 1 else ''}: "
-                f"{Head.of(each_head(outer)[0]).describe()}"
+                f"{Head.of(each_head(outer)[0]).describe(self.needs_weight)}"
             )
             if self.active:
                 layers = "nothing else" if self.liger is None else "with Liger's kernels, those of layers"
@@ -276,6 +278,17 @@ class PatchHandle:
         self._refuse_without_weight(why)
         self._once(logging.INFO, f"The loss of {self._name} calls its head on chunks: {why}.")
 
+    def use_side_by_side(self, weight: Tensor) -> None:
+        """Say once that an adapted head is copied for a strategy that needs one weight."""
+        if torch.compiler.is_compiling():
+            return
+        size = weight.numel() * weight.element_size() / 2**20
+        self._once(
+            logging.INFO,
+            f"loss_strategy {self.config.loss_strategy!r} takes the adapted head of {self._name} as one weight, [W, B] "
+            f"side by side: a copy of {size:.1f} MiB a step. 'chunked' makes none.",
+        )
+
     def replaying(self, steps: tuple[Step, ...]) -> str:
         """The strategy for logits that are transformed in a way that none takes over."""
         asked = self.config.loss_strategy
@@ -341,7 +354,7 @@ class PatchHandle:
                 f"loss_class_weight has {len(weights)} entries, and the head of {self._name} has "
                 f"{features} rows. Give one weight a row."
             )
-        if head.way != "weight":
+        if head.why and head.way != "real":
             self._refuse_without_weight(head.why)
 
     def put_in_place(self, heads: list[Head]) -> None:
@@ -351,17 +364,20 @@ class PatchHandle:
         self.model.__dict__[HANDLE] = self
         self.active = True
 
-    def _refuse_without_weight(self, why: str) -> None:
-        name, options = self.config.loss_strategy, self.config.loss_options
+    def _needs_weight(self) -> bool:
+        """Whether the strategy cannot call a head on chunks."""
+        name = self.config.loss_strategy
         if name in ("auto", "chunked"):
+            return False
+        strategy, parsed = STRATEGIES.get(name), _parsed(name, self.config.loss_options)
+        problem, profile = Problem(rows=1, hidden=1, vocab=1), DeviceProfile("cpu")
+        why = strategy.check(replace(problem, module=True), profile, parsed)
+        return why is not None and why != strategy.check(problem, profile, parsed)
+
+    def _refuse_without_weight(self, why: str) -> None:
+        if not self.needs_weight:
             return
-        strategy = STRATEGIES.get(name)
-        problem = Problem(rows=1, hidden=1, vocab=1)
-        parsed = _parsed(name, options)
-        profile = DeviceProfile("cpu")
-        module_reason = strategy.check(replace(problem, module=True), profile, parsed)
-        if module_reason is None or module_reason == strategy.check(problem, profile, parsed):
-            return
+        name = self.config.loss_strategy
         plain = "leave lm_head out of the adapter's target_modules" if "PEFT" in why else "give the model a plain head"
         raise UnsupportedError(
             f"loss_strategy {name!r} needs the head's weight, but on {self._name} {why}. "

@@ -92,9 +92,27 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {key: g.full_tensor() if hasattr(g, "full_tensor") else g for key, g in found.items()}
 
 
+def adapted() -> Any:
+    """A model with LoRA on its head, everything trained."""
+    import peft
+
+    model = make("llama")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=["lm_head"], init_lora_weights=False)
+    return peft.inject_adapter_in_model(config, model).double().requires_grad_(True)
+
+
+def fsdp2_parts(model: Any, strategy: str) -> Any:
+    """Each part of the adapter a unit of its own, whole only while it is called."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model.lm_head.base_layer, model.lm_head.lora_A["default"], model.lm_head.lora_B["default"]):
+        fully_shard(part, mesh=mesh)
+    return fsdp2(model, strategy, own=False, late=True)
+
+
 def run(case: str, wrap: Any, name: str = "llama", same_rows: bool = False, empty: bool = False) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = make(name)
+    model = adapted() if name == "lora" else make(name)
     stock = copy.deepcopy(model)
     rows = rows_of(0 if same_rows else rank, empty)
     result: dict[str, Any] = {"case": case}
@@ -138,6 +156,12 @@ def main(folder: str) -> None:
         run(f"fsdp1 own late {strategy}", lambda m, s=strategy: fsdp1(m, s, own=True, late=True))
         run(f"ddp {strategy}", lambda m, s=strategy: ddp(m, s))
         run(f"tp {strategy}", lambda m, s=strategy: tensor_parallel(m, s, folder), same_rows=True)
+        run(f"lora fsdp2 root {strategy}", lambda m, s=strategy: fsdp2(m, s, own=False, late=True), "lora")
+        run(f"lora fsdp2 own {strategy}", lambda m, s=strategy: fsdp2(m, s, own=True, late=True), "lora")
+        run(f"lora fsdp2 parts {strategy}", lambda m, s=strategy: fsdp2_parts(m, s), "lora")
+        run(f"lora fsdp1 root {strategy}", lambda m, s=strategy: fsdp1(m, s, own=False, late=True), "lora")
+        run(f"lora fsdp1 own {strategy}", lambda m, s=strategy: fsdp1(m, s, own=True, late=True), "lora")
+        run(f"lora ddp {strategy}", lambda m, s=strategy: ddp(m, s), "lora")
     run("ddp empty", lambda m: ddp(m, "cce"), empty=True)
     run("fsdp2 tied", lambda m: fsdp2(m, "cce", own=False, late=False), "gpt2")
     run("fsdp2 bf16", lambda m: fsdp2(m.float(), "cce", own=False, late=False, half=True))

@@ -17,7 +17,11 @@ CASES = [
         "fsdp2 root", "fsdp2 own", "fsdp2 own late", "fsdp1 root", "fsdp1 own", "fsdp1 own late", "ddp", "tp",
     )
     for strategy in ("cce", "flce", "chunked")
-] + ["fsdp2 tied", "fsdp2 bf16", "ddp empty"]  # fmt: skip
+] + [
+    f"lora {place} {strategy}"
+    for place in ("fsdp2 root", "fsdp2 own", "fsdp1 root", "fsdp1 own", "ddp")
+    for strategy in ("cce", "flce", "chunked")
+] + ["lora fsdp2 parts chunked", "fsdp2 tied", "fsdp2 bf16", "ddp empty"]  # fmt: skip
 
 pytestmark = pytest.mark.slow
 
@@ -46,3 +50,10 @@ def test_equals_one_process(case: str, results: dict[str, Any]) -> None:
     loss, gradient = (1e-2, 1e-2) if "bf16" in case else (1e-10, 1e-10)
     assert result["loss"] < loss
     assert result["gradient"] < gradient
+
+
+@pytest.mark.parametrize("strategy", ["cce", "flce"])
+def test_parts_of_an_adapter_that_are_sharded_each_on_its_own(strategy: str, results: dict[str, Any]) -> None:
+    """None of their weights is whole when the head is called, and a gathered one would miss the other ranks' part of
+    its gradient."""
+    assert "UnsupportedError" in results[f"lora fsdp2 parts {strategy}"]["error"]
