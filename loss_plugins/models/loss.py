@@ -91,7 +91,7 @@ class LossJob:
         takes_chunks = not (terms.is_plain or handle.needs_weight)
         if normal is None or takes_chunks:
             strategy = handle.config.loss_strategy if takes_chunks else handle.replaying(self.steps)
-            return self._projected(terms.rows(), terms.logits, strategy)
+            return self._projected(*terms.in_chunks(), strategy)
         hidden, weight, bias = normal.layer(*terms.side_by_side())
         if not terms.is_plain:
             handle.use_side_by_side(weight)

@@ -15,6 +15,7 @@ Letters: N rows, H hidden width, V vocabulary, r rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,12 +56,29 @@ class Terms:
         weight = torch.cat([_scaled(term).to(first.weight.dtype) for term in self.terms], 1)
         return hidden, weight, self.bias
 
-    def rows(self) -> Tensor:
-        """All inputs beside each other, shape ``[N, K]``, in their widest type: what `logits` is given a chunk of."""
-        return torch.cat([term.inputs for term in self.terms], 1)
+    def in_chunks(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """All inputs beside each other, shape ``[N, K]``, in their widest type, and what makes logits of n rows of it,
+        shape ``[n, V]``, in float32 or wider."""
+        before = self._versions()
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """Shape ``[n, V]``, in float32 or wider, of n of the `rows`."""
+        def logits(rows: Tensor) -> Tensor:
+            if self._versions() != before:
+                raise RuntimeError(
+                    "The weights of an adapted head were written in place between the forward of its loss and the "
+                    "backward, which computes the chunks again. Run the backward first."
+                )
+            return self._logits(rows)
+
+        return torch.cat([term.inputs for term in self.terms], 1), logits
+
+    def _versions(self) -> list[int]:
+        """How often the weights have been written in place. Autograd checks what it saves; a chunk saves nothing."""
+        if torch.compiler.is_compiling():
+            return []
+        read = [tensor for term in self.terms for tensor in (term.weight, term.scale)]
+        return [tensor._version for tensor in (*read, self.bias) if tensor is not None and not tensor.is_inference()]
+
+    def _logits(self, rows: Tensor) -> Tensor:
         z = None
         parts = rows.split([term.inputs.shape[1] for term in self.terms], 1)
         for (inputs, weight, scale), part in zip(self.terms, parts, strict=True):

@@ -136,7 +136,7 @@ def _dequantised(module: Any, rows: int, hidden: Tensor | None) -> tuple[Tensor,
 
 def _is_known(weight: Any) -> bool:
     """Whether its numbers are what it stands for: quantised tensors are classes of their own."""
-    return weight is None or type(weight) in (Tensor, nn.Parameter)
+    return weight is None or type(weight) in (Tensor, nn.Parameter) or type(weight).__name__ == "FakeTensor"
 
 
 def _idle(adapter: Any) -> bool | None:

@@ -117,6 +117,24 @@ def test_a_weight_that_is_parametrized_after_patching() -> None:
     assert type(model.lm_head) is nn.Linear
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", ["phi", "gpt2"])
+def test_a_resized_and_padded_vocabulary(family: str, strategy: str) -> None:
+    """With a bias, and tied; a label lies among the new rows, and the padding counts in every softmax."""
+
+    def build() -> Any:
+        model = make(family)
+        torch.manual_seed(2)
+        model.resize_token_embeddings(VOCAB + 3, pad_to_multiple_of=64, mean_resizing=False)
+        return model.double()
+
+    rows = batch()
+    rows["labels"][0, -1] = VOCAB + 2
+    seen = compare(build, strategy, inputs=rows)
+    assert (seen.counts.fused, seen.counts.materialised) == (1, 0), seen.explained
+    assert "(128 x 32" in seen.explained
+
+
 HOOKS = {
     "forward": lambda head, calls: head.register_forward_hook(
         lambda module, args, output: calls.append(output.shape[-1]) or output * 1.5
