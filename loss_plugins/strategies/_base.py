@@ -78,8 +78,17 @@ class Problem:
     @property
     def is_filterable(self) -> bool:
         """Whether Triton's kernels leave small probabilities out by default, once a model is not untrained any more."""
-        halves = self.bulk_copies and self.triton and self.dtype.itemsize == 2
-        return halves and self.rows >= FEWEST_ROWS and self.differentiable and not self.dense
+        return self.bulk_copies and self.triton and self.dtype.itemsize == 2 and self.filter_pays
+
+    @property
+    def filter_pays(self) -> bool:
+        """Whether so much is left out of the gradients that finding it costs less.
+
+        About as many classes count for 128 tokens whether there are many others or few, so where there are few, most
+        count; and few tokens tell the marks little of what counts. See the grid in `bench/results`.
+        """
+        enough = self.rows >= FEWEST_ROWS if self.vocab >= 3 << 16 else self.rows >= 2048 and self.vocab >= 3 << 15
+        return enough and self.differentiable and not self.dense
 
     @property
     def differentiable(self) -> bool:

@@ -34,9 +34,11 @@ def triton_bytes(problem: Problem, workspace: int, marks: bool = False) -> int:
     with a filter."""
     rows, size, blocks = problem.rows, problem.dtype.itemsize, -(-problem.rows // 128)
     packed = rows * problem.hidden * size  # a copy of the rows, those that count first
-    # six numbers a program and row, and a byte for each column and block until bits are made of them
+    # six numbers a program and row, and a byte for each column and block until bits are made of them; the more programs
+    # a block of rows has, the fewer rows are read at a time, which should stay in the device's cache
     tall = 256 if size == 2 and rows >= 256 else 128
-    forward = packed + max(-(-rows // tall), 132) * tall * 24 + blocks * problem.vocab * marks
+    strips = -(-132 * tall * problem.hidden * size // (25 << 20))
+    forward = packed + max(-(-rows // tall) * strips, 132) * tall * 24 + blocks * problem.vocab * marks
     if not problem.differentiable:
         return forward
     total = rows * problem.hidden * 4 * problem.needs_hidden  # dX in float32

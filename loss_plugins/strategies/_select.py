@@ -26,7 +26,9 @@ STRATEGIES = Registry(
 )
 
 SMALL = 64 * MIB
-"""Below this many bytes of logits the plain way is the fastest and its memory does not matter."""
+"""Up to this many bytes of logits the plain way is the fastest and its memory does not matter."""
+SMALL_THERE = 128 * MIB
+"""The same where an H100 or later multiplies half numbers."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
     size = "logits" if torch.compiler.is_compiling() else f"{_readable(problem.logits_bytes)} of logits"
     if problem.module:
         order = [("chunked", "the head is a module that must be called")]
-    elif problem.logits_bytes <= SMALL:
+    elif problem.logits_bytes <= (SMALL_THERE if there.bulk_copies and problem.dtype.itemsize == 2 else SMALL):
         with_options = f"{size}, and it has the options asked for"
         order = [("naive", f"{size} is little"), *((name, with_options) for name in ("flce", "cce", "chunked"))]
     elif there.is_filterable and problem.reduced:

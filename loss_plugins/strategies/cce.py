@@ -95,7 +95,8 @@ class Cce:
 
     def peak_bytes(self, problem: Problem, options: CceOptions) -> int:
         if on_triton(options.kernels, problem):
-            marks = problem.is_filterable and any(options.thresholds)
+            marks = problem.is_filterable or (options.is_filter_asked and problem.bulk_copies)
+            marks = marks and any(options.thresholds) and problem.rows >= FEWEST_ROWS
             return triton_bytes(problem, self.tile_bytes(problem, options), marks)
         size = problem.accumulator.itemsize
         tile = min(self.tile_bytes(problem, options), problem.logits_bytes)
@@ -142,7 +143,7 @@ class Cce:
             )
         if not marks:  # torch's kernels look for themselves
             return (filter_hidden, filter_weight) if options.is_filter_asked else (0.0, 0.0)
-        if problem.dense or problem.rows < FEWEST_ROWS:
+        if problem.dense or problem.rows < FEWEST_ROWS or not (options.is_filter_asked or problem.filter_pays):
             return 0.0, 0.0
         return filter_hidden * problem.needs_hidden, filter_weight * problem.needs_weight
 

@@ -9,4 +9,4 @@ def one_strip(monkeypatch):
     tile, each begins with the reference alone, and what is marked beyond what counts would be too much to be listed."""
     from loss_plugins.kernels.triton import linear_ce
 
-    monkeypatch.setattr(linear_ce, "programs_for", lambda rows, tiles, blocks, device: -(-rows // blocks.n))
+    monkeypatch.setattr(linear_ce, "programs_for", lambda rows, row_bytes, tiles, blocks, device: -(-rows // blocks.n))

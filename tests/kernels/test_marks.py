@@ -96,7 +96,9 @@ def test_what_counts_is_marked_in_every_strip(device, strips, monkeypatch):
 
     hidden, weight, labels = peaked(300, 64, 4127, torch.bfloat16, device)
     p, one, order, _ = forward(hidden, weight, labels)
-    monkeypatch.setattr(linear_ce, "programs_for", lambda rows, tiles, blocks, device: strips * (-(-rows // blocks.n)))
+    monkeypatch.setattr(
+        linear_ce, "programs_for", lambda rows, row_bytes, tiles, blocks, device: strips * (-(-rows // blocks.n))
+    )
     _, bits, _, dropped = forward(hidden, weight, labels)
     valid = (labels != -100).cpu()
     for i, block in enumerate(order.split(MARKED_ROWS)):

@@ -36,6 +36,11 @@ AUTO = {
     "much, on a CPU": (problem(), CPU, None, None, "flce"),
     "much, on a GPU": (problem(), H200, 100 * GIB, None, "cce"),
     "much, where nothing may be left out": (problem(dense=True), H200, 100 * GIB, None, "flce"),
+    "much, but few classes": (problem(vocab=32_000), H200, 100 * GIB, None, "flce"),
+    "much, few tokens": (problem(1024, vocab=128_256), H200, 100 * GIB, None, "flce"),
+    "much, few tokens of very many classes": (problem(256), H200, 100 * GIB, None, "cce"),
+    "little for a fast GPU": (problem(1024, vocab=32_768), H200, 100 * GIB, None, "naive"),
+    "much for another": (problem(1024, vocab=32_768), A100, 100 * GIB, None, "flce"),
     "much, in float32": (problem(dtype=torch.float32), H200, 100 * GIB, None, "flce"),
     "much, on a GPU without bulk copies": (problem(), A100, 100 * GIB, None, "flce"),
     "much, hardly any memory": (problem(), A100, 2 * GIB, None, "cce"),
@@ -234,7 +239,8 @@ def test_a_filter_given_as_yaml_off():
         select("cce", {"filter": True}, problem(), CPU)
 
 
-FILTERED = {"rows": 300, "dtype": torch.bfloat16, "options": {}, "profile": H200}
+MANY = 196_608
+FILTERED = {"rows": 300, "vocab": MANY, "dtype": torch.bfloat16, "options": {}, "profile": H200}
 BOTH = (2.0**-12, 2.0**-12)
 FILTERS = {
     "auto": ({}, BOTH, 0.5),
@@ -245,6 +251,10 @@ FILTERS = {
     "exact": ({"options": {"preset": "cce_exact"}}, (0, 0), 0.5),
     "float32": ({"dtype": torch.float32}, (0, 0), 0.5),
     "few rows": ({"rows": 255}, (0, 0), 0.5),
+    "few classes": ({"rows": 2048, "vocab": 65_536}, (0, 0), 0.5),
+    "few classes, a number": ({"rows": 2048, "vocab": 65_536, "options": {"filter": 1e-3}}, (1e-3, 1e-3), 1.0),
+    "fewer classes and more rows": ({"rows": 2048, "vocab": 98_304}, BOTH, 0.5),
+    "fewer classes, not more rows": ({"rows": 2047, "vocab": 98_304}, (0, 0), 0.5),
     "smoothing": ({"label_smoothing": 0.1}, (0, 0), 0.5),
     "a bias that is trained": ({"bias": True}, (0, 0), 0.5),
     "a bias that is not": ({"bias": False}, BOTH, 0.5),
@@ -272,11 +282,11 @@ def test_what_may_be_left_out(case, thresholds, bound, monkeypatch):
     case = {"needs": (True, True), "bias": None, "label_smoothing": 0.0, **FILTERED, **case}
     asked = []
     monkeypatch.setattr(cce, "recomputed", lambda rows, *arguments: asked.append(arguments))
-    hidden, weight = (torch.zeros(n, 8, dtype=case["dtype"]) for n in (case["rows"], 50))
-    bias = None if case["bias"] is None else torch.zeros(50, dtype=case["dtype"]).requires_grad_(case["bias"])
+    hidden, weight = (torch.zeros(n, 2, dtype=case["dtype"]) for n in (case["rows"], case["vocab"]))
+    bias = None if case["bias"] is None else torch.zeros(case["vocab"], dtype=case["dtype"]).requires_grad_(case["bias"])
     rows = Rows(
         hidden.requires_grad_(case["needs"][0]), weight.requires_grad_(case["needs"][1]), bias,
-        torch.zeros(case["rows"], dtype=torch.int64), 50, torch.ones(case["rows"]), case["dtype"],
+        torch.zeros(case["rows"], dtype=torch.int64), case["vocab"], torch.ones(case["rows"]), case["dtype"],
         label_smoothing=case["label_smoothing"],
     )  # fmt: skip
     cce.STRATEGY(rows, cce.CceOptions(**case["options"]), case["profile"])

@@ -192,6 +192,15 @@ def processors(device: torch.device) -> int:
     return 1
 
 
+@functools.cache
+def cached_rows(device: torch.device, row_bytes: int) -> int:
+    """How many rows that all running programs read again and again stay in the device's cache, with room for the rest:
+    beyond that every tile of columns reads them from memory."""
+    if device.type != "cuda":
+        return 1 << 30
+    return max(1, torch.cuda.get_device_properties(device).L2_cache_size // 2 // row_bytes)
+
+
 def fast_exp(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `exp_difference` may use an instruction of NVIDIA's; float32 inputs keep every digit."""
     return not INTERPRETED and device.type == "cuda" and not torch.version.hip and dtype.itemsize == 2

@@ -29,6 +29,7 @@ from ._common import (
     INTERPRETED,
     Blocks,
     blocks_for,
+    cached_rows,
     can_cast,
     can_tma,
     compute_dtype,
@@ -50,7 +51,7 @@ LEAST_VECTORS = 1 << 17  # 32 MiB, so that rounds are few
 _compiled: set[tuple[Any, ...]] = set()  # problems whose slices have all been launched
 
 
-@triton.jit(do_not_specialize=["N", "first", "programs"])
+@triton.jit(do_not_specialize=["N", "first", "programs", "group"])
 def _dz_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
     weight,  # (C, H) descriptor or pointer, the slice
@@ -69,6 +70,7 @@ def _dz_kernel(
     first,  # first column of the slice
     C,
     programs,
+    group,  # blocks of rows that tiles beside each other belong to
     hidden_row,
     hidden_col,
     weight_row,
@@ -92,10 +94,13 @@ def _dz_kernel(
 ):
     n = tl.load(count).to(tl.int32)
     height = tl.cdiv(n, BLOCK_N)
-    # tiles beside each other share their columns, so that a tile of the weight is read once
-    for i_tile in tl.range(tl.program_id(0), height * tl.cdiv(C, BLOCK_V), programs, flatten=TMA):
-        i_n = i_tile % height * BLOCK_N
-        i_c = i_tile // height * BLOCK_V
+    strips = tl.cdiv(C, BLOCK_V)
+    # a group of blocks of rows, few enough to stay in the cache, walks the columns together
+    for i_tile in tl.range(tl.program_id(0), height * strips, programs, flatten=TMA):
+        i_group = i_tile // (group * strips)
+        high = tl.minimum(height - i_group * group, group)
+        i_n = (i_group * group + i_tile % (group * strips) % high) * BLOCK_N
+        i_c = i_tile % (group * strips) // high * BLOCK_V
         o_n = i_n + tl.arange(0, BLOCK_N)
         m_n = o_n < n
         o_c = i_c + tl.arange(0, BLOCK_V)
@@ -262,6 +267,7 @@ def _add_slices(
             whole_hidden if d_hidden is not None else count * 0, whole_weight if d_weight is not None else count * 0
         )
     programs = processors(device) * (1 if blocks.tma else 1 << 20)
+    group = max(1, min(cached_rows(device, width * packed.element_size()) // 2 // blocks.n, height))
     readable_rows = descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed
     # once to the end: kernels are compiled by their first launch, and a step in the middle of training should not wait
     problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, d_hidden is None, d_weight is None)
@@ -280,7 +286,7 @@ def _add_slices(
                 class_weight if class_weight is not None else packed,
                 lse, coef_p, coef_label, coef_weight, count,
                 descriptor(dz, [blocks.n, blocks.v]) if blocks.tma else dz,
-                bias_parts, rows, vocab, first, dz.shape[1], grid,
+                bias_parts, rows, vocab, first, dz.shape[1], grid, group,
                 packed.stride(0), packed.stride(1), part.stride(0), part.stride(1), float(scale), float(softcap),
                 H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h,
                 DTYPE=compute_dtype(dtype), PRECISION=precision(packed, dtype), TMA=blocks.tma,

@@ -220,7 +220,7 @@ def flce_forward(
     d_packed = hidden.new_zeros(rows if need_hidden else 0, width, dtype=dtype)
     several = step < rows
     kind = torch.float32 if several else weight.dtype
-    d_weight = torch.zeros(vocab if need_weight else 0, width, dtype=kind, device=hidden.device)
+    d_weight = torch.empty(vocab if need_weight else 0, width, dtype=kind, device=hidden.device)
     d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
     sorted_labels, sorted_scale = labels[order], row_scale[order]
     results = []
@@ -239,7 +239,7 @@ def flce_forward(
         if need_hidden:
             # few rows make few tiles, which the library spreads over the device better than a tile a program does
             d_packed[r0:r1] = torch.where(counts, library_product(dz, weight, transposed=False), 0.0)
-        if need_weight and several:
+        if need_weight and r0:
             add_product(dz, packed[r0:r1], d_weight, left, transposed=True)
         elif need_weight:
             store_product(dz, packed[r0:r1], d_weight, left, torch.ones_like(row_scale[:1]), transposed=True)
@@ -289,7 +289,7 @@ def _exp_chunk(
     # a label that is masked out has no finite logit to start from
     offset = torch.nan_to_num(offset, nan=-1e30, neginf=-1e30, posinf=1e30).clamp(-1e30, 1e30)
     tiles = triton.cdiv(vocab, blocks.v)
-    programs = programs_for(rows, tiles, blocks, device)
+    programs = programs_for(rows, width * hidden.element_size(), tiles, blocks, device)
     parts = torch.empty(5, 1, programs, blocks.n, dtype=torch.float32, device=device)
     best = torch.empty(programs if want_predicted else 0, blocks.n, dtype=torch.int32, device=device)
     best_value = torch.empty_like(best, dtype=torch.float32)

@@ -25,6 +25,7 @@ from .._rows import row_terms
 from ._common import (
     Blocks,
     blocks_for,
+    cached_rows,
     can_cast,
     can_tma,
     compute_dtype,
@@ -414,7 +415,7 @@ def _row_sums(
     cast = can_cast(packed, weight, dtype)
     columns = cast_columns(width, dtype, blocks) if cast and blocks.tma else vocab
     slices, tiles = triton.cdiv(vocab, columns), triton.cdiv(min(columns, vocab), blocks.v)
-    programs = programs_for(rows, tiles, blocks, device)
+    programs = programs_for(rows, packed.stride(0) * packed.element_size(), tiles, blocks, device)
     parts = torch.empty(6, slices, programs, blocks.n, dtype=torch.float32, device=device)
     best = torch.empty(slices if want_predicted else 0, programs, blocks.n, dtype=torch.int32, device=device)
     with on(device):
@@ -473,11 +474,17 @@ def cast_columns(width: int, dtype: torch.dtype, blocks: Blocks) -> int:
     return max(blocks.v, (64 << 20) // (width * dtype.itemsize) // blocks.v * blocks.v)
 
 
-def programs_for(rows: int, tiles: int, blocks: Blocks, device: torch.device) -> int:
-    """How many programs to launch: a strip of the vocabulary each, the fewest that leave a tenth of the device idle."""
+def programs_for(rows: int, row_bytes: int, tiles: int, blocks: Blocks, device: torch.device) -> int:
+    """How many programs to launch: a strip of the vocabulary each, the fewest that leave a tenth of the device idle.
+
+    Programs of a block of rows follow each other, so more strips also mean fewer rows at a time: no more than stay in
+    the cache, since every program reads its rows again for each tile of the vocabulary.
+    """
     height, slots = triton.cdiv(rows, blocks.n), processors(device)
+    cached = max(1, cached_rows(device, row_bytes) // blocks.n)
+    least = -(-slots // cached) if height > cached else 1
     best, best_use = 1, 0.0
-    for strips in range(1, min(tiles, 4 * slots) + 1):
+    for strips in range(min(least, tiles), min(tiles, 4 * slots) + 1):
         programs = height * strips
         use = programs / (-(-programs // slots) * slots)  # triton.cdiv takes 2 us
         if use > best_use:
