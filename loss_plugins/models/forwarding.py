@@ -19,13 +19,13 @@ HANDLE = "_loss_plugin_handle"
 """Key of a patched model's ``__dict__``."""
 
 
-def run_forward(model: nn.Module, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's own forward, with its logits deferred where they are not wanted."""
+def run_forward(model: nn.Module, base: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's ``own`` forward, with its logits deferred where they are not wanted."""
     frame = current()
     if frame is not None and frame.model is model and not frame.entered:
         frame.entered = True
-        return base.forward(model, *args, **kwargs)
-    return _run(model, base, base.forward, args, kwargs)
+        return own(model, *args, **kwargs)
+    return _run(model, base, own, args, kwargs)
 
 
 def run_call(model: nn.Module, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from torch import nn
 from ..config import LIGER_LOSSES
 from ..device import DeviceProfile
 from ..errors import ConfigError, MissingDependencyError, UnsupportedError, unknown_name
+from .rebind import innermost, rebound
 
 BASE = "_loss_plugin_liger_base"
 
@@ -279,10 +280,8 @@ def _users(model: nn.Module, replaced: Mapping[str, Mapping[str, Any]]) -> dict[
     }
     users: dict[nn.Module, Named] = {}
     for module in model.modules():
-        forward = type(module).forward
-        while isinstance(forward, types.FunctionType) and _inner(forward) is not None:
-            forward = _inner(forward)
-        if not isinstance(forward, types.FunctionType):
+        forward = innermost(type(module).forward)
+        if forward is None:
             continue
         here = functions.get(str(forward.__globals__.get("__name__")), {})
         used = tuple((name, new) for name, new in here.items() if name in forward.__code__.co_names)
@@ -343,7 +342,7 @@ def subclass(base: type[nn.Module], methods: Named, functions: Named) -> type[nn
         **dict(methods),
     }
     if functions:
-        members["forward"] = _calling(base.forward, dict(functions))
+        members["forward"] = rebound(base.forward, dict(functions))
     owner = dict(methods)["forward"].__qualname__.split(".")[0] if "forward" in dict(methods) else base.__name__
 
     def _get_name(self: nn.Module) -> str:
@@ -365,28 +364,3 @@ def rebuild(base: type[nn.Module], methods: Named, functions: Named) -> nn.Modul
     """An empty instance, for pickle and deepcopy."""
     cls = subclass(base, methods, functions)  # type: ignore[arg-type]
     return cls.__new__(cls)
-
-
-def _inner(function: Any) -> Any:
-    """What a decorator was put on, where its wrapper holds that as a variable; else None."""
-    wrapped = getattr(function, "__wrapped__", None)
-    held = any(cell.cell_contents is wrapped for cell in getattr(function, "__closure__", None) or ())
-    return wrapped if wrapped is not None and held else None
-
-
-def _calling(function: Any, functions: Mapping[str, Any]) -> Any:
-    """A copy of ``function``, decorators and all, that finds other functions under names of its module."""
-    inner, scope, cells = _inner(function), function.__globals__, function.__closure__
-    if inner is None:
-        scope = {**scope, **functions}
-    else:
-        copied_inner = _calling(inner, functions)
-        cells = tuple(types.CellType(copied_inner) if c.cell_contents is inner else c for c in cells)
-    copied: Any = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
-    functools.update_wrapper(copied, function)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    if inner is None:
-        del copied.__wrapped__
-    else:
-        copied.__wrapped__ = copied_inner
-    return copied

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 Kind = Literal["model", "head"]
@@ -82,10 +83,14 @@ def _reduce(kind: Kind, base: type[nn.Module]) -> Callable[..., Any]:
 
 def _model_members(base: type[nn.Module]) -> dict[str, Any]:
     from .forwarding import run_call, run_forward
+    from .rebind import traceable
+
+    traced = traceable(base.forward)
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run_forward(self, base, args, kwargs)
+        own = traced if torch.compiler.is_compiling() else base.forward
+        return run_forward(self, base, own, args, kwargs)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if "forward" not in self.__dict__:
