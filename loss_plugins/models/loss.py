@@ -56,7 +56,9 @@ def consume(logits: DeferredLogits, call: CrossEntropyCall) -> Any:
     with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
         if head.way == "call":
             return job.run(logits.hidden)
-        return head.outer(logits.hidden, **{JOB: job})
+        returned = head.outer(logits.hidden, **{JOB: job})
+    # an idle adapter casts what it returns to the type of the hidden states
+    return returned if job.loss is None or returned.dtype == job.loss.dtype else job.loss
 
 
 class LossJob:
@@ -69,6 +71,7 @@ class LossJob:
         self.frame, self.steps, self.vocab = logits.frame, logits.steps, logits.vocab
         self.head, self.core = logits.head, logits.head.core
         self.target, self.arguments = target, arguments
+        self.loss: Tensor | None = None
 
     def run(self, hidden: Tensor) -> Tensor:
         """The loss of ``hidden``, shape ``[N, H]``. Runs inside the head's call, where its weight is whole."""
@@ -138,7 +141,8 @@ class LossJob:
         _record_statistics(self.frame, output, self.target, self.arguments["ignore_index"])
         if self.frame.handle.after_loss_backward:
             _tell_when_backward_is_done(self.frame, self.head, output.loss, hidden, weight)
-        return output.loss
+        self.loss = output.loss
+        return self.loss
 
 
 def _arguments(frame: Frame, call: CrossEntropyCall, vocab: int) -> dict[str, Any]:

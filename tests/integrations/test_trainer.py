@@ -175,11 +175,12 @@ def test_gradient_checkpointing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["chunked", "cce"])
-def test_lora_on_attention(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["v_proj", "lm_head"])
+def test_lora(strategy: str, where: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
     def adapted() -> Any:
-        settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        settings = peft.LoraConfig(r=4, target_modules=["q_proj", where], lora_dropout=0.1, task_type="CAUSAL_LM")
         return peft.get_peft_model(llama(), settings)
 
     stock = run(Trainer, tmp_path, model=adapted)

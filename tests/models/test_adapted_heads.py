@@ -271,6 +271,23 @@ def test_other_adapters_are_called_on_chunks(what: str, caplog: pytest.LogCaptur
         patch_model(CALLED[what](), "cce")
 
 
+@pytest.mark.parametrize("way", ["disable", "merge"])
+def test_an_idle_adapter_does_not_round_the_loss(way: str) -> None:
+    """OFT and others cast what they return to the type of the hidden states, which here would be the loss."""
+    torch.manual_seed(1)
+    config = peft.OFTConfig(oft_block_size=8, target_modules=["lm_head"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(make(dtype=torch.bfloat16), config, autocast_adapter_dtype=False).train()
+    model.base_model.disable_adapter_layers() if way == "disable" else model.merge_adapter()
+    expected = warm(model)(**batch()).loss
+    assert expected.dtype == torch.float32
+    for strategy in STRATEGIES:
+        with patch_model(model, strategy) as handle:
+            loss = model(**batch()).loss
+            torch.testing.assert_close(loss, expected, atol=2e-4, rtol=0)
+            loss.backward()
+        assert handle.counts.fused == 1
+
+
 def test_merging_and_adapting_a_patched_model() -> None:
     """The head is looked at in every forward."""
     model, stock = adapted(), adapted()
