@@ -23,9 +23,11 @@ def families(
 ) -> None:
     """Every language model class of transformers: how its loss is computed, and what was compared with stock.
 
-    Without --run, what the run that is dated in the output found. Exit code 1 if a class differs from stock.
+    Without --run, what the run that is dated in the output found, and the statuses under other releases of
+    transformers. Exit code 1 if a class differs from stock.
     """
     from ..models.conformance import read_results
+    from ..models.conformance.releases import read_records, statuses_of
 
     found = _run(names or [], write) if run else read_results()
     classes = {name: entry for name, entry in found["classes"].items() if not names or _is_asked(name, entry, names)}
@@ -33,7 +35,12 @@ def families(
         raise ConfigError(
             f"No class or model type of transformers is called {', '.join(names)}. Leave the name out to see all."
         )
-    found = found | {"summary": _summary(classes), "classes": classes}
+    found = found | {"summary": _summary(classes)}
+    if not run:
+        records = read_records()
+        classes = {name: entry | {"releases": statuses_of(name, records)} for name, entry in classes.items()}
+        found |= {"releases": {name: _without_classes(record) for name, record in records.items()}}
+    found |= {"classes": classes}
     if as_json:
         show_json(found)
     else:
@@ -92,11 +99,24 @@ def _show(found: dict[str, Any]) -> None:
         off = f"{entry['loss_error']:.0e} / {entry['gradient_error']:.0e}" if checks else ""
         said = [*entry.get("problems", ()), *([entry["reason"]] if "reason" in entry else ())]
         compared = [f"{len(checks)} checks in {entry['precision']}"] if checks else []
-        rows.append((name, entry["status"], off, shortened("; ".join([*compared, *said]), 100)))
+        compared += [f"batches: {', '.join(entry['batches'])}"] if "batches" in entry else []
+        rows.append((name, entry["status"], off, _releases(entry), shortened("; ".join([*compared, *said]), 100)))
     counts = ", ".join(f"{count} {status}" for status, count in found["summary"].items() if count)
     show_table(
         f"Language model classes: {counts}",
-        ("class", "status", "loss / gradient off by", "compared"),
+        ("class", "status", "loss / gradient off by", "also with", "compared"),
         rows,
         note=f"transformers {found.get('transformers')}, torch {found.get('torch')}, {found.get('date')}",
     )
+
+
+def _releases(entry: dict[str, Any]) -> str:
+    """Minor releases with the same status, and those with another one."""
+    return ", ".join(
+        ".".join(release.split(".")[:2]) + ("" if status == entry["status"] else f": {status}")
+        for release, status in entry.get("releases", {}).items()
+    )
+
+
+def _without_classes(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != "classes"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -77,9 +78,10 @@ def tensor_parallel(model: Any, strategy: str, folder: str) -> Any:
     from transformers import LlamaForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    model = LlamaForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, distributed_config=DistributedConfig(tp_size=2)
-    )
+    how: dict[str, Any] = {"tp_plan": "auto"}
+    if "tp_size" in inspect.signature(DistributedConfig).parameters:  # not in transformers 5.6
+        how = {"distributed_config": DistributedConfig(tp_size=2)}
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64, **how)
     patch_model(model, strategy)
     return model
 
@@ -90,6 +92,16 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
             return {k.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for k, p in model.named_parameters()}
     found = {key.removeprefix("module."): p.grad for key, p in model.named_parameters()}
     return {key: g.full_tensor() if hasattr(g, "full_tensor") else g for key, g in found.items()}
+
+
+def joined(part: Tensor, like: Tensor) -> Tensor:
+    """The whole of a gradient of which each rank has a part, as plain tensors: transformers 5.6 shards so."""
+    if part.shape == like.shape:
+        return part
+    dim = next(i for i, (own, whole) in enumerate(zip(part.shape, like.shape, strict=True)) if own != whole)
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return torch.cat(parts, dim)
 
 
 def adapted() -> Any:
@@ -124,7 +136,7 @@ def run(case: str, wrap: Any, name: str = "llama", same_rows: bool = False, empt
                 model.zero_grad()
                 loss = model(**rows).loss
                 loss.backward()
-        gradients = whole_gradients(model)
+        gradients = {key: joined(g, expected[key]) for key, g in whole_gradients(model).items()}
         handle = find_handle(model)
         result |= {
             "loss": abs(loss.item() - losses[0 if same_rows else rank].item()),

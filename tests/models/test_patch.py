@@ -386,8 +386,12 @@ def test_explain() -> None:
 
 
 def test_families_are_data_and_known_to_transformers() -> None:
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+    from loss_plugins.models.conformance import read_results
+
+    newest = read_results()["transformers"]  # older ones have fewer models
     seen: dict[str, str] = {}
     for name in FAMILIES.names():
         family = FAMILIES.get(name)
@@ -395,7 +399,8 @@ def test_families_are_data_and_known_to_transformers() -> None:
         assert (family.reason is None) == (family.status == "fused")
         for model_type in family.model_types:
             assert seen.setdefault(model_type, name) == name
-            assert model_type in CONFIG_MAPPING_NAMES or model_type in ("musicgen_decoder", "musicgen_melody_decoder")
+            decoders = ("musicgen_decoder", "musicgen_melody_decoder")
+            assert model_type in CONFIG_MAPPING_NAMES or model_type in decoders or transformers.__version__ != newest
             assert family_of(model_type) is family
     assert family_of("llama") is None
     assert family_of("pi0").status == "unsupported"
