@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_job import MODEL, POEM, write_jsonl
+from tiny_job import MODEL, POEM, Job, write_jsonl
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -242,6 +242,17 @@ def test_a_model_that_fails_by_itself_is_exit_code_one(
 )
 def test_what_cannot_be_asked(words: tuple[str, ...], said: str, invoke: Invoke) -> None:
     assert said in refused(invoke, *words)
+
+
+def test_a_job_checks_its_first_batch(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = job.run(loss_strategy="cce", loss_self_check=True)
+    assert result.exit_code == 0, result.output
+    assert "loss_self_check: loss_strategy 'cce' equals stock on 64 tokens" in result.stderr
+    wrong_loss(monkeypatch, 1.01)
+    result = job.run("--loss_self_check", "true", loss_strategy="cce", output_dir=str(job.folder / "other"))
+    assert result.exit_code == 1, "not 2: what was asked for was right"
+    assert "Error: loss_self_check: with loss_strategy 'cce', LlamaForCausalLM differs from stock" in result.stderr
+    assert not (job.folder / "other" / "summary.json").exists()
 
 
 def test_data_that_is_not_there(folder: Path, invoke: Invoke) -> None:

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from loss_plugins import LossPluginArguments, LossPluginCallback, LossPluginTrainer, find_handle, patch_model
 from loss_plugins.errors import ConfigError, UnsupportedError, VerificationError
-from loss_plugins.models.verification import check_first_batch, cut_batch
+from loss_plugins.models.verification import check_first_batch, cut_batch, verify_model
 from loss_plugins.models.verification.moment import loss_of
 from loss_plugins.strategies.cce import Cce
 
@@ -46,7 +46,7 @@ def test_training_is_the_same_with_it(strategy: str, tmp_path: Path, caplog: pyt
     checked = run(LossPluginTrainer, tmp_path, model=dropping, loss_self_check=True, **settings)
     (line,) = said(caplog)
     assert "equals stock on 48 tokens" in line
-    assert "21 gradients" in line or "gradients by" in line
+    assert "gradients of 21 parameters" in line
     assert losses(checked) == losses(plain), "to the bit: random states, parameters and gradients are as they were"
     assert norms(checked) == norms(plain)
     assert checked.model.calls == plain.model.calls
@@ -190,7 +190,7 @@ def test_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         return peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
     run(LossPluginTrainer, tmp_path, model=model, loss_strategy="flce", loss_self_check=True)
-    assert "4 gradients" in said(caplog)[0]
+    assert "gradients of 4 parameters" in said(caplog)[0]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -266,6 +266,16 @@ def test_a_large_batch_in_training(tmp_path: Path, caplog: pytest.LogCaptureFixt
     monkeypatch.setattr("loss_plugins.models.verification.first_batch._tokens_that_fit", lambda handle, batch: 24)
     run(LossPluginTrainer, tmp_path, loss_strategy="cce", loss_self_check=True)
     assert "on 24 tokens" in said(caplog)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    model = llama(vocab_size=2048, hidden_size=64).to("cuda", dtype)
+    batch = {key: torch.stack([row[key] for row in rows(8, length=64)]).cuda() for key in rows(1)[0]}
+    report = verify_model(model, batch)
+    assert report.equal, report
+    assert all(row.status == "equal" and row.peak_bytes for row in report.rows)
 
 
 # The callback

@@ -48,7 +48,6 @@ def self_check(
     handle: PatchHandle,
     inputs: dict[str, Any],
     compute: Callable[[dict[str, Any], bool], Tensor],
-    accelerator: Any = None,
 ) -> Checked | None:
     """`check_first_batch` for a Trainer's batch; says what it found, in one line, on the main process.
 
@@ -61,12 +60,18 @@ def self_check(
             f"loss_self_check was asked for, but the first batch has no labels ({', '.join(inputs)}), so there is no "
             "loss to compare. Give the data labels, or leave it out."
         )
-    processes = 1 if accelerator is None else accelerator.num_processes
-    reduce = None if processes == 1 else lambda tensor: accelerator.reduce(tensor, "sum")
-    checked = check_first_batch(model, handle, inputs, compute, reduce, processes)
-    if checked is not None and (accelerator is None or accelerator.is_main_process):
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    processes, rank = (torch.distributed.get_world_size(), torch.distributed.get_rank()) if distributed else (1, 0)
+    checked = check_first_batch(model, handle, inputs, compute, _summed if processes > 1 else None, processes)
+    if checked is not None and not rank:
         logger.warning("%s", checked.sentence)
     return checked
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    torch.distributed.all_reduce(total)
+    return total
 
 
 def check_from_dataset(args: Any, model: torch.nn.Module, handle: PatchHandle, dataloader: Any) -> None:

@@ -247,7 +247,7 @@ class LossPluginMixin(_Base):
         interrupted = contextlib.nullcontext() if monitor is None else monitor.interrupted()
         try:
             with interrupted:
-                checked = self_check(model, self.loss_handle, batch, compute, self.accelerator)
+                checked = self_check(model, self.loss_handle, batch, compute)
         finally:
             self._loss_prediction, self._loss_positions, self._loss_smoothing = None, positions, smoothing
         self._loss_to_check = checked is None

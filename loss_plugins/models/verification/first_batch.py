@@ -17,6 +17,7 @@ from ...strategies import Problem, select
 from ..frame import in_force
 from ..patch import PatchHandle
 from ..statistics import Counts, StatisticsBuffer
+from ..swap import base_class
 from .batches import IGNORED, cut_batch
 from .distance import Apart, Taken, Tolerance, apart, tolerance
 from .moment import Moment, taken_gradients
@@ -168,7 +169,7 @@ class _Check:
         self.model, self.handle, self.batch, self.compute = model, handle, batch, compute
         self.reduce, self.processes = reduce, processes
         self.device = batch["labels"].device
-        self.name = type(handle.model).__name__
+        self.name = base_class(handle.model).__name__
 
     def summed(self, tensor: Tensor) -> Tensor:
         return tensor if self.reduce is None else self.reduce(tensor)
@@ -184,7 +185,7 @@ class _Check:
         allowed = filter_allowed(allowed, self.handle.config, dtype)
         tokens = self.batch["labels"].numel()
         self._must_be_equal(found, allowed, tokens)
-        return Checked(found, allowed, tokens, self._sentence(found, allowed, tokens, len(stock.gradients)))
+        return Checked(found, allowed, tokens, self._sentence(found, allowed, tokens))
 
     def _loss(self, moment: Moment, deferred: bool) -> Tensor:
         """After its backward: gradients lie on the parameters."""
@@ -265,11 +266,11 @@ class _Check:
             "loss_self_check out to train all the same."
         )
 
-    def _sentence(self, found: Apart, allowed: Tolerance, tokens: int, count: int) -> str:
+    def _sentence(self, found: Apart, allowed: Tolerance, tokens: int) -> str:
         name, off, limit = allowed.worst(found)
         strategy = self.handle.config.loss_strategy
         return (
             f"loss_self_check: loss_strategy {strategy!r} equals stock on {tokens} tokens of the first batch: loss off "
-            f"by {found.loss:.1e} (allowed {allowed.for_loss():.1e}), {count} gradients by {off:.1e} at most (allowed "
-            f"{limit:.1e}; {name})"
+            f"by {found.loss:.1e} (allowed {allowed.for_loss():.1e}), gradients of {len(found.gradients)} parameters "
+            f"by {off:.1e} at most (allowed {limit:.1e}; {name})"
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..frame import Frame, Scope, calling_for_real
 from ..head import Head
@@ -79,23 +79,27 @@ class WideLogits:
     def run(self, hidden: Tensor) -> Tensor:
         found = self.head.weight_and_bias(self.head.width(hidden))
         assert not isinstance(found, str), found
-        wide = {
-            f"core.{name}": t.to(self.dtype) for name, t in zip(("weight", "bias"), found, strict=True) if t is not None
-        }
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits: Tensor = functional_call(_Forward(self.core), wide, (hidden.to(self.dtype),))
+        wide = {name: t.to(self.dtype) for name, t in zip(("weight", "bias"), found, strict=True) if t is not None}
+        with torch.autocast(hidden.device.type, enabled=False), _in_place_of_its_own(self.core, wide):
+            # not its __call__, whose hooks have run: it is being called already
+            logits: Tensor = type(self.core).forward(self.core, hidden.to(self.dtype))
         return logits.as_subclass(StaysDouble) if self.dtype is torch.float64 else logits
 
 
-class _Forward(nn.Module):
-    """The forward of a module that is being called already, without its hooks, which have run."""
-
-    def __init__(self, core: nn.Module) -> None:
-        super().__init__()
-        self.core = core
-
-    def forward(self, hidden: Tensor) -> Any:
-        return type(self.core).forward(self.core, hidden)
+@contextlib.contextmanager
+def _in_place_of_its_own(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, ``module`` has these parameters. FSDP1 keeps gathered ones as plain attributes."""
+    places: dict[str, dict[str, Any]] = {
+        name: module.__dict__ if name in module.__dict__ else module._parameters for name in tensors
+    }
+    before = {name: place[name] for name, place in places.items()}
+    for name, place in places.items():
+        place[name] = tensors[name]
+    try:
+        yield
+    finally:
+        for name, place in places.items():
+            place[name] = before[name]
 
 
 class StaysDouble(Tensor):
@@ -109,7 +113,9 @@ class StaysDouble(Tensor):
             return args[0]
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        # a loss leaves the model, and DDP and the Trainer write to it
+        return result.as_subclass(Tensor) if isinstance(result, cls) and not result.dim() else result
 
 
 def yardstick_of(calls: list[HeadCall], limit: int) -> torch.dtype | str:
