@@ -47,15 +47,14 @@ def _run(
     scope = Scope() if handle is None else _scope_of(handle, model)
     if handle is not None and handle.liger is not None and not torch.compiler.is_compiling():
         handle.liger.check(model)
-    labels = _labels(base, args, kwargs)
-    wanted = labels is not None or kwargs.get("shift_labels") is not None
-    if handle is None or not handle.active or not wanted or not _defers(model, scope):
+    if handle is None or not handle.active or not _is_wanted(base, args, kwargs) or not _defers(model, scope):
         frame = current()
         if frame is None or frame.model is not model:
             return call(model, *args, **kwargs)
         with calling_for_real():
             return call(model, *args, **kwargs)
-    frame = Frame(model, handle, handle.heads_now(model), scope, labels if scope.token_weight is not None else None)
+    labels = None if scope.token_weight is None else _labels(base, args, kwargs)
+    frame = Frame(model, handle, handle.heads_now(model), scope, labels)
     frame.entered = entered
     with in_force(frame):
         output = call(model, *args, **kwargs)
@@ -100,6 +99,12 @@ def _scope_of(handle: PatchHandle, model: nn.Module) -> Scope:
         if owner is handle:
             return scope
     return Scope()
+
+
+def _is_wanted(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the forward is given something to compute a loss with. Returns no tensor: where Dynamo breaks the model's
+    graph it traces this by itself, and would make a graph that does nothing but return it."""
+    return _labels(base, args, kwargs) is not None or kwargs.get("shift_labels") is not None
 
 
 def _labels(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
