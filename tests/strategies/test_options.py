@@ -283,7 +283,9 @@ def test_what_may_be_left_out(case, thresholds, bound, monkeypatch):
     asked = []
     monkeypatch.setattr(cce, "recomputed", lambda rows, *arguments: asked.append(arguments))
     hidden, weight = (torch.zeros(n, 2, dtype=case["dtype"]) for n in (case["rows"], case["vocab"]))
-    bias = None if case["bias"] is None else torch.zeros(case["vocab"], dtype=case["dtype"]).requires_grad_(case["bias"])
+    bias = (
+        None if case["bias"] is None else torch.zeros(case["vocab"], dtype=case["dtype"]).requires_grad_(case["bias"])
+    )
     rows = Rows(
         hidden.requires_grad_(case["needs"][0]), weight.requires_grad_(case["needs"][1]), bias,
         torch.zeros(case["rows"], dtype=torch.int64), case["vocab"], torch.ones(case["rows"]), case["dtype"],

@@ -311,15 +311,17 @@ def _slices(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """(first column, columns, (N, C) room for dZ): in the rows of dW behind the slice while they hold more than the
     workspace does, then there."""
-    first = 0
+    first, room = 0, None
+    if spare is not None and spare.element_size() >= own.element_size():  # a float32 dW holds twice as many numbers
+        room = spare.view(-1).view(own.dtype)
     while first < vocab:
         wide, dz = min(columns, vocab - first), own
-        if spare is not None and spare.dtype == own.dtype:
-            width = spare.shape[1]
+        if room is not None:
+            width = len(room) // vocab
             most = ((vocab - first) * width - 128) // (rows + width) // step * step
             if most >= columns:
                 begin = triton.cdiv((first + most) * width, 128) * 128
-                wide, dz = most, spare.view(-1)[begin : begin + rows * most].view(rows, most)
+                wide, dz = most, room[begin : begin + rows * most].view(rows, most)
         yield first, wide, dz
         first += wide
 
