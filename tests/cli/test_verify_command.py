@@ -86,6 +86,11 @@ def test_tolerance_follows_the_type(words: tuple[str, ...], dtype: str, yardstic
     assert found["rows"][0]["gradient_off"] < (1e-10 if dtype == "float64" else 0.1)
 
 
+def test_a_class_that_changes_itself_when_it_first_runs(invoke: Invoke) -> None:
+    # BigBird leaves sparse attention for good where sequences are short
+    assert report(invoke, "tiny:big_bird", "--strategy", "cce", "--device", "cpu")["equal"] is True
+
+
 def test_a_folder_is_compared_on_text(folder: Path, invoke: Invoke) -> None:
     found = report(invoke, str(folder), "--tokens", "32", "--batch", "3", "--device", "cpu")
     assert found["equal"] is True
@@ -163,6 +168,16 @@ def test_a_strategy_that_fails_is_exit_code_one(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(Cce, "__call__", call)
     found = report(invoke, "tiny:llama", "--strategy", "cce", "--device", "cpu", code=1)
     assert "no such tile" in found["rows"][0]["reason"]
+
+
+def test_nan_is_too_far_and_json_has_no_word_for_it(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    wrong_loss(monkeypatch, float("nan"))
+    result = invoke("verify", "tiny:llama", "--strategy", "cce", "--device", "cpu", "--json")
+    assert result.exit_code == 1
+    assert "NaN" not in result.stdout
+    assert ["loss", None, 1e-5] in [
+        [what, off, 1e-5] for what, off, _ in json.loads(result.stdout)["rows"][0]["beyond"]
+    ]
 
 
 class LooksAtLogits(LlamaForCausalLM):

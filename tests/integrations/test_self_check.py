@@ -247,6 +247,23 @@ def test_gradients_and_random_states_come_back() -> None:
     assert model.calls == calls
 
 
+def test_a_model_that_changes_itself_when_it_first_runs() -> None:
+    model = llama()
+    handle = patch_model(model.train(), "cce")
+    batch = {key: torch.stack([row[key] for row in rows(4)]) for key in rows(1)[0]}
+
+    def settles(module: Any, args: Any) -> None:
+        module.variance_epsilon = 0.3
+
+    model.model.norm.register_forward_hook(lambda module, args, output: settles(module, args))
+
+    def compute(inputs: dict[str, Any], deferred: bool) -> Any:
+        with handle.scope(loss_only=deferred):
+            return loss_of(model(**inputs))
+
+    assert check_first_batch(model, handle, batch, compute) is not None
+
+
 def test_large_batches_are_cut_where_labels_are() -> None:
     batch = {key: torch.stack([row[key] for row in rows(6, length=40)]) for key in rows(1)[0]}
     batch["labels"][:5] = -100

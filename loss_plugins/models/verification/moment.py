@@ -30,7 +30,7 @@ class Moment:
         ]
         tensors = (*model.parameters(), *(buffer for _, _, buffer, _ in self._buffers))
         devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-        self._device_states = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
+        self._device_states = {device: _device_module(device).get_rng_state(*_which(device)) for device in devices}
         self._state, self._python, self._numpy = torch.get_rng_state(), random.getstate(), _numpy_state()
         self._gradients = {key: p.grad for key, p in self.parameters.items()}
 
@@ -54,7 +54,7 @@ class Moment:
 
             np.random.set_state(self._numpy)
         for device, state in self._device_states.items():
-            torch.get_device_module(device).set_rng_state(state, device)
+            _device_module(device).set_rng_state(state, *_which(device))
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 module._buffers[name] = buffer
@@ -64,6 +64,14 @@ class Moment:
         """As the first step finds them."""
         for parameter in self.parameters.values():
             parameter.grad = None
+
+
+def _device_module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # there is one
 
 
 def _numpy_state() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -72,9 +73,17 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; what is empty is left out of the rows."""
-        found = asdict(self)
+        """For JSON; what is empty is left out of the rows, and what is no number is null."""
+        found: dict[str, Any] = _finite(asdict(self))
         for row in (found["stock"], *found["rows"]):
             for key in [key for key, value in row.items() if value in (None, "", [])]:
                 del row[key]
         return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

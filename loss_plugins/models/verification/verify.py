@@ -126,6 +126,8 @@ class _Sides:
     def _stock(self) -> Taken:
         name = self.report.model
         try:
+            with torch.no_grad():
+                self.model(**self.batch)  # some change themselves when they first run
             stock = self._taken(self._step())
         except torch.OutOfMemoryError as error:
             raise VerificationError(
