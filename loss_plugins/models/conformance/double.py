@@ -15,7 +15,7 @@ def all_double() -> Iterator[None]:
     """Inside, float32 means float64: models round to float32 in places (``.float()``, ``.to(torch.float32)``, softmax
     in float32), which would hide every difference below 1e-7."""
     functional = torch.nn.functional
-    to, float_, default = Tensor.to, Tensor.float, torch.get_default_dtype()
+    to, float_, new_zeros, default = Tensor.to, Tensor.float, Tensor.new_zeros, torch.get_default_dtype()
     softmax, log_softmax, zeros = functional.softmax, functional.log_softmax, torch.zeros
 
     def to_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -28,6 +28,9 @@ def all_double() -> Iterator[None]:
     def zeros_double(*args: Any, **kwargs: Any) -> Tensor:
         return zeros(*args, **_double(kwargs))
 
+    def new_zeros_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return new_zeros(self, *args, **_double(kwargs))
+
     def log_softmax_double(input: Any, *args: Any, **kwargs: Any) -> Any:
         # torch's own would hand a stand-in this function, which it does not know
         log = log_softmax if isinstance(input, Tensor) else type(input).log_softmax
@@ -35,12 +38,12 @@ def all_double() -> Iterator[None]:
 
     Tensor.to, Tensor.float = to_double, Tensor.double  # type: ignore[method-assign, assignment]
     functional.softmax, functional.log_softmax = softmax_double, log_softmax_double
-    torch.zeros = zeros_double  # type: ignore[assignment]
+    torch.zeros, Tensor.new_zeros = zeros_double, new_zeros_double  # type: ignore[assignment, method-assign]
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        Tensor.to, Tensor.float = to, float_  # type: ignore[method-assign]
+        Tensor.to, Tensor.float, Tensor.new_zeros = to, float_, new_zeros  # type: ignore[method-assign]
         functional.softmax, functional.log_softmax, torch.zeros = softmax, log_softmax, zeros
         torch.set_default_dtype(default)
 
