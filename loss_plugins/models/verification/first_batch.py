@@ -169,6 +169,7 @@ class _Check:
         self.model, self.handle, self.batch, self.compute = model, handle, batch, compute
         self.reduce, self.processes = reduce, processes
         self.device = batch["labels"].device
+        self.calls: list[HeadCall] = []
         self.name = base_class(handle.model).__name__
 
     def summed(self, tensor: Tensor) -> Tensor:
@@ -201,9 +202,7 @@ class _Check:
     @property
     def scale(self) -> float:
         """Against float16 gradients that vanish; both ways are multiplied by it."""
-        half = torch.is_autocast_enabled(self.device.type) and torch.get_autocast_dtype(self.device.type)
-        kinds = {half, next(self.handle.model.parameters()).dtype}
-        return FP16_SCALE if torch.float16 in kinds else 1.0
+        return FP16_SCALE if any(call.dtype is torch.float16 for call in self.calls) else 1.0
 
     def _taken(self, moment: Moment, loss: Tensor) -> Taken:
         sizes = sum(p.numel() * p.element_size() for p in moment.parameters.values())
@@ -212,6 +211,7 @@ class _Check:
 
     def _stock(self, moment: Moment) -> tuple[Taken, list[HeadCall]]:
         frame = RealHead(self.handle)
+        self.calls = frame.calls
         try:
             with in_force(frame):
                 stock = self._taken(moment, self._loss(moment, deferred=False))
