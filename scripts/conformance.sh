@@ -60,6 +60,6 @@ for version in "${versions[@]}"; do
       tee /dev/stderr | tail -n 1) || failed=1
   fi
   # shellcheck disable=SC2086 # an option or nothing
-  "${offline[@]}" "$python" -m loss_plugins.models.conformance --processes "$workers" --tests "$said" $newest || failed=1
+  "${offline[@]}" "$python" scripts/conformance.py --processes "$workers" --tests "$said" $newest || failed=1
 done
 exit $failed
