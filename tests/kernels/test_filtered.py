@@ -148,6 +148,8 @@ CASES = {
     "rounds": {"shape": (700, 64, 4001), "tile_bytes": 1, "often": 260, "token_weight": True, "z_loss": 1e-2},
     "rounds, odd": {"shape": (389, 61, 1001), "tile_bytes": 1},
     "rounds, float16, float32 head": {"dtype": torch.float16, "head": torch.float32, "tile_bytes": 1},
+    "rounds, odd": {"shape": (389, 61, 1001), "tile_bytes": 1},
+    "rounds, float16, float32 head": {"dtype": torch.float16, "head": torch.float32, "tile_bytes": 1},
 }  # fmt: skip
 
 
@@ -156,7 +158,6 @@ CASES = {
 def test_what_is_marked_is_computed(device, case, monkeypatch):
     if "tile_bytes" in case:
         monkeypatch.setattr("loss_plugins.kernels.triton.backward.LEAST_VECTORS", 1)
-        monkeypatch.setattr("loss_plugins.kernels.triton.backward.LEAST_COLUMNS", 0)
     case = Case(device, **case)
     rows = len(case.labels)
     out, bits, got = case.check()
@@ -186,7 +187,6 @@ def test_rounds_give_what_one_gives(device, monkeypatch):
     seen = []
     real = marks.listed
     monkeypatch.setattr("loss_plugins.kernels.triton.backward.LEAST_VECTORS", 1)
-    monkeypatch.setattr("loss_plugins.kernels.triton.backward.LEAST_COLUMNS", 0)
     monkeypatch.setattr("loss_plugins.kernels.triton.backward.listed", lambda *a: seen.append(real(*a)) or seen[-1])
     case.tile_bytes = 1
     _, several = case.run()

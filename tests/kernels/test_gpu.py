@@ -199,7 +199,9 @@ def test_no_step_waits_for_the_device_with_everything_on(variant: str, reduction
 def poison() -> None:
     """Fill the memory that the allocator will hand out next with NaN."""
     torch.cuda.empty_cache()
-    sizes = [1 << 28, 1 << 23, *([1 << bits for bits in range(6, 18)] * 40)]
+    # the larger ones also fill what is left of pieces that hold something
+    sizes = [1 << 28, 1 << 23, *(1 << bits for bits in range(22, 17, -1) for _ in range(4))]
+    sizes += [1 << bits for bits in range(6, 18)] * 40
     blocks = [torch.full((size,), float("nan"), device="cuda") for size in sizes]
     del blocks
 

@@ -34,11 +34,11 @@ def problem(rows=8192, hidden=2304, vocab=256_000, dtype=torch.bfloat16, **kwarg
 AUTO = {
     "little": (problem(64, 32, 1000), CPU, None, None, "naive"),
     "much, on a CPU": (problem(), CPU, None, None, "flce"),
-    "much, on a GPU": (problem(), H200, 100 * GIB, None, "cce"),
+    "much, on a GPU": (problem(), H200, 100 * GIB, None, "flce"),
     "much, where nothing may be left out": (problem(dense=True), H200, 100 * GIB, None, "flce"),
     "much, but few classes": (problem(vocab=32_000), H200, 100 * GIB, None, "flce"),
     "much, few tokens": (problem(1024, vocab=128_256), H200, 100 * GIB, None, "flce"),
-    "much, few tokens of very many classes": (problem(256), H200, 100 * GIB, None, "cce"),
+    "much, few tokens of very many classes": (problem(256), H200, 100 * GIB, None, "flce"),
     "little for a fast GPU": (problem(1024, vocab=32_768), H200, 100 * GIB, None, "naive"),
     "much for another": (problem(1024, vocab=32_768), A100, 100 * GIB, None, "flce"),
     "much, in float32": (problem(dtype=torch.float32), H200, 100 * GIB, None, "flce"),

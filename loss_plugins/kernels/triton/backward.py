@@ -47,7 +47,6 @@ from .marks import MARKED_ROWS, listed, most_pairs
 from .product import add_product, store_product
 from .rows import counted_first, packed_rows, unpacked_rows
 
-LEAST_COLUMNS = 2048  # of a slice, so that its products are large
 LEAST_VECTORS = 1 << 17  # 32 MiB, so that rounds are few
 _compiled: set[tuple[Any, ...]] = set()  # problems whose slices have all been launched
 
@@ -171,23 +170,22 @@ def linear_ce_backward(
     unit = _power_of_two(torch.where(valid, grad.abs().to(torch.float32), 0.0).amax())
     coefficients = row_coefficients(grad / unit, lse, labels, valid, class_weight, label_smoothing, z_loss, vocab)
     packed = packed_rows(hidden, order, count, dtype)
+    d_hidden = torch.zeros(rows if need_hidden else 0, width, dtype=torch.float32, device=hidden.device)
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else weight.new_empty(0)
     d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
     row_data = [labels[order], lse[order], *(c[order] for c in coefficients)]
     whole_hidden, whole_weight = count, count  # how many rows the slices take into dX, dW
     seen = None
     if marks is not None and len(marks) and not need_bias and not label_smoothing:
-        exact_weight = need_weight and not filter_weight
-        everything, seen, d_hidden = _filtered(
-            packed, weight, bias, row_data, count, unit, scale, softcap, marks, need_hidden, bool(filter_hidden),
-            d_weight if need_weight and filter_weight else None, exact_weight, tile_bytes,
+        everything, seen = _filtered(
+            packed, weight, bias, row_data, count, unit, scale, softcap, marks,
+            d_hidden if need_hidden and filter_hidden else None, d_weight if need_weight and filter_weight else None,
+            tile_bytes,
         )  # fmt: skip
         whole_hidden = count * everything if filter_hidden else count
         whole_weight = count * everything if filter_weight else count
-        if (need_hidden and not filter_hidden) or exact_weight:
+        if (need_hidden and not filter_hidden) or (need_weight and not filter_weight):
             seen = None  # the slices have work of their own
-    else:
-        d_hidden = _no_gradient(packed, need_hidden)
     _add_slices(
         packed, weight, bias, class_weight, row_data, (count, whole_hidden, whole_weight), unit, scale, softcap,
         label_smoothing > 0, d_hidden if need_hidden else None, d_weight if need_weight else None,
@@ -196,12 +194,6 @@ def linear_ce_backward(
     del packed  # before dX is rounded, which takes room of its own
     d_hidden = unpacked_rows(d_hidden, place, unit, hidden.dtype) if need_hidden else hidden.new_empty(0, width)
     return d_hidden, d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
-
-
-def _no_gradient(packed: Tensor, need: bool) -> Tensor:
-    """(N, H) float32 zeros, to which dX is added; no rows where it is not needed."""
-    rows, width = packed.shape
-    return torch.zeros(rows if need else 0, width, dtype=torch.float32, device=packed.device)
 
 
 def _filtered(
@@ -214,37 +206,24 @@ def _filtered(
     scale: float,
     softcap: float,
     marks: Tensor,
-    need_hidden: bool,
-    filter_hidden: bool,
-    d_weight: Tensor | None,  # where dW is stored, if that is filtered
-    exact_weight: bool,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
     workspace: int,
-) -> tuple[Tensor, Seen, Tensor]:
-    """Compute what the marks keep: () bool, whether nothing was because everything must be computed; who tells the host
-    of it; and dX / unit in float32, or zeros."""
-    (rows, width), (blocks, vocab), size = packed.shape, (len(marks), weight.shape[0]), packed.element_size()
+) -> tuple[Tensor, Seen]:
+    """Add what the marks keep; () bool, whether nothing was added because everything must be computed."""
+    blocks, vocab = len(marks), weight.shape[0]
     if d_weight is not None:
         d_weight.zero_()
-    # the lists take about a byte for each block and column
-    most, lists_bytes = most_pairs(blocks, vocab) + 256 * blocks, blocks * vocab
-    # dX in float32 and a slice exist in the end in any case. If all vectors fit there, dX needs no sums over rounds: it
-    # takes the place of the rows, which nobody reads any more, unless dW is to be exact
-    whole = rows * width * 4 + rows * LEAST_COLUMNS * size - lists_bytes
-    once = need_hidden and filter_hidden and not exact_weight and whole >= most * MARKED_ROWS * size
-    d_hidden = None
-    if not once:
-        d_hidden = _no_gradient(packed, need_hidden)
-        left = workspace - d_hidden.numel() * 4 - lists_bytes
-        most = min(max(left // (MARKED_ROWS * size), LEAST_VECTORS, 256 * blocks), most)
-    lists = listed(marks, vocab, most, d_weight is not None)
+    # dX in float32, a copy of the rows instead of dX, and the lists, about a byte for each block and column
+    left = workspace - packed.numel() * 4 - blocks * vocab
+    capacity = max(left // (MARKED_ROWS * packed.element_size()), LEAST_VECTORS, 256 * blocks)
+    capacity = min(capacity, most_pairs(blocks, vocab) + 256 * blocks)
+    lists = listed(marks, vocab, capacity, d_weight is not None)
     seen = Seen(lists)
     add_filtered(
-        packed, weight, bias, row_data[:4], count, unit, scale, softcap, lists, seen, most,
-        packed if once else d_hidden if need_hidden and filter_hidden else None, d_weight,
-    )  # fmt: skip
-    if d_hidden is None:
-        d_hidden = packed.float().mul_(~lists.everything)
-    return lists.everything, seen, d_hidden
+        packed, weight, bias, row_data[:4], count, unit, scale, softcap, lists, seen, capacity, d_hidden, d_weight
+    )
+    return lists.everything, seen
 
 
 def _add_slices(
@@ -352,7 +331,7 @@ def _slice_columns(
 ) -> int:
     """Columns of a slice: what the workspace leaves beside dX in float32, but no fewer than keep the products large."""
     left = workspace - (rows * width * 4 if need_hidden else 0) - (8 << 20)
-    columns = max(left // (rows * dtype.itemsize), LEAST_COLUMNS) // blocks.v * blocks.v
+    columns = max(left // (rows * dtype.itemsize), 2048) // blocks.v * blocks.v
     return min(max(columns, blocks.v), triton.cdiv(vocab, blocks.v) * blocks.v)
 
 

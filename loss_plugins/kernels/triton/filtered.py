@@ -121,12 +121,11 @@ def _dx_kernel(
     chunks,  # (B + 1, R) int64
     dz,  # (vectors, 128) descriptor or pointer, numbers everywhere
     sums,  # (chunks, 128) float32
-    total,  # (N, H) float32, descriptor of half tiles or pointer; with ONCE a pointer to any type
+    total,  # (N, H) float32, descriptor of half tiles or pointer
     i_round,
     R,
     weight_row,
     weight_col,
-    total_row,
     scale,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -134,13 +133,9 @@ def _dx_kernel(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
-    ONCE: tl.constexpr,  # store, unless everything is to be computed elsewhere; else add
 ):
     """``dZ @ W`` over a block's columns, and what is missing to the row's sum on the mean row of W."""
     i_b = tl.program_id(0).to(tl.int64)
-    if ONCE:
-        if tl.load(everything):
-            return
     size = tl.load(sizes + i_b * R + i_round)
     if (i_round > 0) & (size == 0):
         return
@@ -173,17 +168,14 @@ def _dx_kernel(
         b_whole = tl.load(coef_p + o_n, mask=m_n, other=0.0) - tl.load(coef_label + o_n, mask=m_n, other=0.0)
         b_missing += tl.where(tl.load(everything), 0.0, b_whole)
     b_out += (b_missing * scale)[:, None] * tl.load(mean + o_h, mask=m_h, other=0.0)[None, :]
-    if ONCE:
-        p_out = total + o_n[:, None] * total_row + o_h[None, :]
-        tl.store(p_out, b_out.to(total.dtype.element_ty), mask=m_n[:, None] & m_h[None, :])
-    elif TMA:
+    if TMA:
         # added by the copy engine, in halves that fit shared memory; nobody else adds to this tile meanwhile
         b_low, b_high = tl.split(tl.permute(tl.reshape(b_out, (128, 2, BLOCK_H // 2)), (0, 2, 1)))
         i_n, i_h = (i_b * 128).to(tl.int32), tl.program_id(1) * BLOCK_H
         total.atomic_add([i_n, i_h], b_low)
         total.atomic_add([i_n, i_h + BLOCK_H // 2], b_high)
     else:
-        p_out = total + o_n[:, None] * total_row + o_h[None, :]
+        p_out = total + o_n[:, None] * H + o_h[None, :]
         m_out = m_n[:, None] & m_h[None, :]
         tl.store(p_out, tl.load(p_out, mask=m_out, other=0.0) + b_out, mask=m_out)
 
@@ -262,7 +254,7 @@ def add_filtered(
     lists: Lists,
     seen: Seen,
     capacity: int,  # vectors of a round
-    d_hidden: Tensor | None,  # (N, H) float32, to which dX / unit is added; or ``packed``, over which it is stored
+    d_hidden: Tensor | None,  # (N, H) float32, to which dX / unit is added
     d_weight: Tensor | None,  # (V, H), zeros, where dW is stored
 ) -> None:
     """The gradients from the pairs of ``lists``; nothing if ``lists.everything``."""
@@ -278,8 +270,6 @@ def add_filtered(
     most_chunks = triton.cdiv(capacity, 128) + blocks
     sums = torch.empty(most_chunks, MARKED_ROWS, dtype=torch.float32, device=packed.device)
     mean = mean_row(weight) if d_hidden is not None else packed
-    once = d_hidden is packed
-    assert not once or lists.rounds == 1
     common = {"DTYPE": compute_dtype(packed.dtype), "PRECISION": precision(packed, packed.dtype)}
     programs = processors(packed.device) * (1 if bulk else 2)
     for i_round in range(lists.rounds):
@@ -295,21 +285,21 @@ def add_filtered(
                 FAST=fast_exp(packed.device, packed.dtype), num_warps=4, num_stages=3,
                 **common,
             )  # fmt: skip
+            if d_hidden is not None:
+                _dx_kernel[(blocks, triton.cdiv(width, dx.v))](
+                    weight, mean, coef_p, coef_label, count, lists.everything, lists.columns, lists.lists,
+                    lists.vectors, lists.sizes, lists.chunks,
+                    descriptor(dz, [dx.h, MARKED_ROWS]) if add_bulk else dz, sums,
+                    descriptor(d_hidden, [MARKED_ROWS, dx.v // 2]) if add_bulk else d_hidden,
+                    i_round, lists.rounds, weight.stride(0), weight.stride(1), float(scale), H=width, TMA=add_bulk,
+                    BLOCK_H=dx.v, BLOCK_K=dx.h, num_warps=dx.warps, num_stages=dx.stages, **common,
+                )  # fmt: skip
             if d_weight is not None:
                 _dw_kernel[(programs,)](
                     descriptor(packed, [dw.h, dw.v]) if bulk else packed, dz, lists.order,
                     lists.bits, lists.block_of, lists.live, lists.base, lists.edges, unit, d_weight, blocks,
                     weight.shape[0], rows, i_round, programs, packed.stride(0), packed.stride(1), H=width, TMA=bulk,
                     BLOCK_H=dw.v, BLOCK_K=dw.h, num_warps=dw.warps, num_stages=dw.stages, **common,
-                )  # fmt: skip
-            if d_hidden is not None:
-                _dx_kernel[(blocks, triton.cdiv(width, dx.v))](
-                    weight, mean, coef_p, coef_label, count, lists.everything, lists.columns, lists.lists,
-                    lists.vectors, lists.sizes, lists.chunks,
-                    descriptor(dz, [dx.h, MARKED_ROWS]) if add_bulk else dz, sums,
-                    descriptor(d_hidden, [MARKED_ROWS, dx.v // 2]) if add_bulk and not once else d_hidden,
-                    i_round, lists.rounds, weight.stride(0), weight.stride(1), d_hidden.stride(0), float(scale),
-                    H=width, TMA=add_bulk, ONCE=once, BLOCK_H=dx.v, BLOCK_K=dx.h, num_warps=dx.warps, num_stages=dx.stages, **common,
                 )  # fmt: skip
 
 

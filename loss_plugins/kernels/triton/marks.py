@@ -28,7 +28,7 @@ from ._common import compute_dtype, gathered, logits_tile, on, precision, proces
 
 MARKED_ROWS = 128
 MOST_HOT = 4096
-MOST_PAIRS = 1 / 14
+MOST_PAIRS = 1 / 12
 """From this share of all pairs on everything is computed, since the lists cost more than they save."""
 
 
