@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .models.patch import PatchHandle, find_handle, patch_model
     from .strategies import (
         LossOutput,
+        VocabParallel,
         cross_entropy,
         cross_entropy_stats,
         linear_cross_entropy,
@@ -31,6 +32,7 @@ _HOMES = {
     "LossPluginCallback": "integrations.hf.callback",
     "LossPluginTrainer": "integrations.hf.trainer",
     "PatchHandle": "models.patch",
+    "VocabParallel": "strategies",
     "cross_entropy": "strategies",
     "cross_entropy_stats": "strategies",
     "find_handle": "models.patch",
@@ -42,8 +44,8 @@ _HOMES = {
 
 __all__ = [
     "LossConfig", "LossOutput", "LossPluginArguments", "LossPluginCallback", "LossPluginTrainer", "PatchHandle",
-    "cross_entropy", "cross_entropy_stats", "find_handle", "linear_cross_entropy", "linear_cross_entropy_stats",
-    "linear_log_probs", "patch_model",
+    "VocabParallel", "cross_entropy", "cross_entropy_stats", "find_handle", "linear_cross_entropy",
+    "linear_cross_entropy_stats", "linear_log_probs", "patch_model",
 ]  # fmt: skip
 
 

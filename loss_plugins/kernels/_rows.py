@@ -48,13 +48,19 @@ def row_coefficients(
     label_smoothing: float,
     z_loss: float,
     vocab: int,
+    grad_nll: Tensor | None = None,  # (N,) d total / d nll of the row, where that is used beside the loss
+    grad_lse: Tensor | None = None,  # (N,) d total / d lse of the row
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three numbers a row that `row_gradient` needs, eq. (5); zero where the row is ignored."""
     grad = torch.where(valid, grad.to(lse.dtype), 0.0)
     label_weight, total_weight = _weights(labels, valid, class_weight, vocab, lse.dtype)
     coef_label = grad * (1 - label_smoothing) * label_weight
     coef_weight = grad * (label_smoothing / vocab)
+    if grad_nll is not None:
+        coef_label = coef_label + torch.where(valid, grad_nll.to(lse.dtype), 0.0)
     coef_p = coef_label + coef_weight * total_weight + grad * (2 * z_loss) * lse
+    if grad_lse is not None:
+        coef_p = coef_p + torch.where(valid, grad_lse.to(lse.dtype), 0.0)
     return coef_p, coef_label, coef_weight
 
 

@@ -80,6 +80,7 @@ def linear_ce(
     filter_bound: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, nll, lse, entropy, predicted, dropped, marks): (N,) each, the three from entropy (0,) unless asked for.
+    The first three are differentiable.
 
     The filters are the probability below which columns are left out of dX and of dW, 0 for none. A backend that marks
     columns for its backward leaves out no more than ``filter_bound`` of a row.
@@ -147,12 +148,14 @@ def linear_ce_backward(
     tile_bytes: int,
     kernels: str,
     marks: Tensor | None = None,  # (blocks, ceil(V / 32)) int32 from the forward, or empty
+    grad_nll: Tensor | None = None,  # (N,) beside ``grad``, where nll and lse are used too
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dX, dW, db), empty where not needed."""
     gradients: tuple[Tensor, Tensor, Tensor] = _launch(
         kernels, "linear_ce_backward", grad, hidden, weight, bias, labels, class_weight, lse, ignore_index, scale,
         softcap, label_smoothing, z_loss, dtype, filter_hidden, filter_weight, need_hidden, need_weight, need_bias,
-        tile_bytes, marks,
+        tile_bytes, marks, grad_nll, grad_lse,
     )  # fmt: skip
     return gradients
 
@@ -162,7 +165,8 @@ def _(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None,
     lse: Tensor, ignore_index: int, scale: float, softcap: float, label_smoothing: float, z_loss: float,
     dtype: torch.dtype, filter_hidden: float, filter_weight: float, need_hidden: bool, need_weight: bool,
-    need_bias: bool, tile_bytes: int, kernels: str, marks: Tensor | None = None,
+    need_bias: bool, tile_bytes: int, kernels: str, marks: Tensor | None = None, grad_nll: Tensor | None = None,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (rows, width), vocab = hidden.shape, weight.shape[0]
     return (
@@ -180,17 +184,21 @@ def _linear_ce_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
     ctx.set_materialize_grads(False)
 
 
-def _linear_ce_grad(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+def _linear_ce_grad(
+    ctx: Any, grad_loss: Tensor | None, grad_nll: Tensor | None, grad_lse: Tensor | None, *others: Tensor | None
+) -> tuple[Any, ...]:
     hidden, weight, bias, labels, class_weight, lse, marks = ctx.saved_tensors
     (ignore_index, scale, softcap, label_smoothing, z_loss, dtype, _, _, filter_hidden, filter_weight, _, tile_bytes, _,
      kernels, _) = ctx.scalars  # fmt: skip
     unused = (None,) * (2 + len(ctx.scalars))
-    if grad_loss is None:
+    if grad_loss is None and grad_nll is None and grad_lse is None:
         return (None, None, None, *unused)
+    grad_loss = torch.zeros_like(lse) if grad_loss is None else grad_loss
     need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
     d_hidden, d_weight, d_bias = linear_ce_backward(
         grad_loss, hidden, weight, bias, labels, class_weight, lse, ignore_index, scale, softcap, label_smoothing,
         z_loss, dtype, filter_hidden, filter_weight, need_hidden, need_weight, need_bias, tile_bytes, kernels, marks,
+        grad_nll, grad_lse,
     )  # fmt: skip
     return (
         d_hidden if need_hidden else None,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ._base import FIELDS, LossOutput, Problem, RowLoss, Rows, Strategy
     from ._given import cross_entropy, cross_entropy_stats
     from ._select import STRATEGIES, Plan, chosen_by_auto, forget_choices, select, select_on
+    from ._vocab_parallel import VocabParallel
 
 _HOMES = {
     "linear_cross_entropy": "_api",
@@ -32,12 +33,13 @@ _HOMES = {
     "forget_choices": "_select",
     "select": "_select",
     "select_on": "_select",
+    "VocabParallel": "_vocab_parallel",
 }
 
 __all__ = [
-    "FIELDS", "STRATEGIES", "LossOutput", "Plan", "Problem", "RowLoss", "Rows", "Strategy", "chosen_by_auto",
-    "cross_entropy", "cross_entropy_stats", "forget_choices", "linear_cross_entropy", "linear_cross_entropy_stats",
-    "linear_log_probs", "projected_cross_entropy_stats", "select", "select_on",
+    "FIELDS", "STRATEGIES", "LossOutput", "Plan", "Problem", "RowLoss", "Rows", "Strategy", "VocabParallel",
+    "chosen_by_auto", "cross_entropy", "cross_entropy_stats", "forget_choices", "linear_cross_entropy",
+    "linear_cross_entropy_stats", "linear_log_probs", "projected_cross_entropy_stats", "select", "select_on",
 ]  # fmt: skip
 
 

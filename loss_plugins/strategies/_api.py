@@ -12,6 +12,7 @@ from ..kernels._rows import accumulator
 from ._base import LossOutput, RowLoss, Rows
 from ._select import profile_of, select_on
 from ._validate import Checked, check_arguments, check_fields
+from ._vocab_parallel import VocabParallel, agree_on_rows, joint_loss
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -34,6 +35,7 @@ def linear_cross_entropy(
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
     options: Mapping[str, Any] | None = None,
+    vocab_parallel: VocabParallel | None = None,
 ) -> Tensor:
     """Cross-entropy of a linear head, without its logits in memory. Equal to::
 
@@ -65,6 +67,7 @@ def linear_cross_entropy(
         class_weight: Shape ``[V]``, as ``F.cross_entropy``'s ``weight``; it does not scale the z-loss.
         token_weight: Shape of ``labels``; multiplies each token's loss. ``mean`` divides by the sum of the weights.
         options: The strategy's own options, see ``loss-plugins strategies``.
+        vocab_parallel: This process holds a part of the head's rows, and others hold the rest; see `VocabParallel`.
 
     Returns:
         Shape ``[]``, or with ``none`` the labels' shape, its last axis shorter by ``shift``. float32; float64 for
@@ -79,7 +82,7 @@ def linear_cross_entropy(
         hidden, weight, labels, fields=(), strategy=strategy, bias=bias, shift=shift, ignore_index=ignore_index,
         reduction=reduction, num_items_in_batch=num_items_in_batch, logit_scale=logit_scale, softcap=softcap,
         label_smoothing=label_smoothing, z_loss=z_loss, class_weight=class_weight, token_weight=token_weight,
-        options=options,
+        options=options, vocab_parallel=vocab_parallel,
     ).loss  # fmt: skip
 
 
@@ -102,6 +105,7 @@ def linear_cross_entropy_stats(
     class_weight: Tensor | None = None,
     token_weight: Tensor | None = None,
     options: Mapping[str, Any] | None = None,
+    vocab_parallel: VocabParallel | None = None,
 ) -> LossOutput:
     """`linear_cross_entropy` with per-token statistics from the same pass.
 
@@ -111,12 +115,16 @@ def linear_cross_entropy_stats(
     The other arguments, and what is raised, are `linear_cross_entropy`'s. Only ``loss`` is differentiable; use
     `linear_log_probs` for gradients of single tokens.
     """
+    vocab = None
+    if vocab_parallel is not None and isinstance(weight, Tensor) and type(weight).__name__ != "DTensor":
+        vocab = vocab_parallel.whole_vocab(weight)
+        hidden = vocab_parallel.whole_sequence(hidden, labels)
     checked = check_arguments(
-        hidden, weight, labels, vocab=None, bias=bias, shift=shift, ignore_index=ignore_index, reduction=reduction,
+        hidden, weight, labels, vocab=vocab, bias=bias, shift=shift, ignore_index=ignore_index, reduction=reduction,
         num_items_in_batch=num_items_in_batch, logit_scale=logit_scale, softcap=softcap,
         label_smoothing=label_smoothing, z_loss=z_loss, class_weight=class_weight, token_weight=token_weight,
     )  # fmt: skip
-    return compute(checked, check_fields(fields), _by_strategy(strategy, options))
+    return compute(checked, check_fields(fields), _by_strategy(strategy, options, vocab_parallel))
 
 
 def linear_log_probs(
@@ -131,6 +139,7 @@ def linear_log_probs(
     logit_scale: float | None = None,
     softcap: float | None = None,
     options: Mapping[str, Any] | None = None,
+    vocab_parallel: VocabParallel | None = None,
 ) -> Tensor:
     """Differentiable log-probability of each label: ``log_softmax(logits)[label]``, 0 where ignored, shaped as labels.
 
@@ -138,7 +147,7 @@ def linear_log_probs(
     """
     return -linear_cross_entropy(
         hidden, weight, labels, strategy=strategy, bias=bias, shift=shift, ignore_index=ignore_index, reduction="none",
-        logit_scale=logit_scale, softcap=softcap, options=options,
+        logit_scale=logit_scale, softcap=softcap, options=options, vocab_parallel=vocab_parallel,
     )  # fmt: skip
 
 
@@ -176,12 +185,21 @@ def projected_cross_entropy_stats(
     return compute(checked, check_fields(fields), _by_strategy(strategy, options), project)
 
 
-def _by_strategy(strategy: str, options: Mapping[str, Any] | None) -> Callable[[Rows], RowLoss]:
-    def run(rows: Rows) -> RowLoss:
+def _by_strategy(
+    strategy: str, options: Mapping[str, Any] | None, parallel: VocabParallel | None = None
+) -> Callable[[Rows], RowLoss]:
+    def one(rows: Rows) -> RowLoss:
         plan = select_on(strategy, options, rows.problem(), rows.hidden.device)
         if rows.hidden.shape[0] == 0:
             return no_rows(rows)
         return plan.strategy(rows, plan.options, profile_of(rows.hidden.device))
+
+    if parallel is None:
+        return one
+
+    def run(rows: Rows) -> RowLoss:
+        agree_on_rows(rows, parallel)
+        return one(rows) if rows.hidden.shape[0] == 0 else joint_loss(rows, parallel, one)
 
     return run
 

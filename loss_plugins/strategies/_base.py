@@ -132,6 +132,8 @@ class Rows:
     reduce: bool = True
     fields: frozenset[str] = frozenset()
     project: Callable[[Tensor], Tensor] | None = None  # (n, H) -> (n, V): a head that must be called
+    shard: bool = False
+    """The head is a part of one, so ``nll`` and ``lse`` must be differentiable too; only without ``reduce``."""
 
     @property
     def accumulator(self) -> torch.dtype:

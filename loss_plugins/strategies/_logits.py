@@ -29,7 +29,8 @@ def transform(rows: Rows, logits: Tensor) -> Tensor:
 
 
 def loss_from_logits(rows: Rows, logits: Tensor, labels: Tensor, row_scale: Tensor) -> tuple[Tensor, ...]:
-    """(scaled loss, nll, lse, entropy, predicted) of some rows; fields are detached, unasked ones empty."""
+    """(scaled loss, nll, lse, entropy, predicted) of some rows; unasked fields are empty, and all detached except
+    ``nll`` and ``lse`` of a shard."""
     class_weight = None if rows.class_weight is None else rows.class_weight.to(logits.dtype)
     loss = F.cross_entropy(
         logits,
@@ -43,14 +44,15 @@ def loss_from_logits(rows: Rows, logits: Tensor, labels: Tensor, row_scale: Tens
     if rows.z_loss:
         loss = loss + rows.z_loss * torch.where(valid, logits.logsumexp(1), 0.0).square()
     loss = loss * row_scale
-    with torch.no_grad():
-        logits = logits.detach()
-        empty = logits.new_zeros(0)
-        nll, lse = empty, empty
-        if rows.fields & {"nll", "lse", "entropy"} or rows.z_loss:
+    empty = logits.new_zeros(0)
+    nll, lse = empty, empty
+    with torch.set_grad_enabled(torch.is_grad_enabled() and rows.shard):
+        if rows.fields & {"nll", "lse", "entropy"} or rows.z_loss or rows.shard:
             lse = torch.where(valid, logits.logsumexp(1), 0.0)
             picked = logits.gather(1, torch.where(valid, labels, 0)[:, None])[:, 0]
             nll = torch.where(valid, lse - picked, 0.0)
+    with torch.no_grad():
+        logits = logits.detach()
         entropy, predicted = empty, empty
         if rows.want_entropy:
             log_p = torch.log_softmax(logits, 1)

@@ -86,9 +86,10 @@ def check_arguments(
         assert weight is not None
         vocab = weight.shape[0]
     _check_labels(hidden, labels, token_weight, subject)
-    for name, tensor in (("bias", bias), ("class_weight", class_weight)):
+    # a part of a head has a part of its bias
+    for name, tensor, classes in (("bias", bias, weight), ("class_weight", class_weight, None)):
         if tensor is not None:
-            _check_per_class(name, tensor, vocab, hidden.device, subject)
+            _check_per_class(name, tensor, vocab if classes is None else classes.shape[0], hidden.device, subject)
     if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
         raise ConfigError(
             "class_weight requires a gradient, and the loss has none for it, as torch's F.cross_entropy has none. Pass "

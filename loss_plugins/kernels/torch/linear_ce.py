@@ -124,6 +124,8 @@ def linear_ce_backward(
     need_bias: bool,
     tile_bytes: int,
     marks: Tensor | None = None,
+    grad_nll: Tensor | None = None,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dX, dW, db) in the types of hidden, weight and bias; empty where not needed.
 
@@ -134,7 +136,7 @@ def linear_ce_backward(
     acc = accumulator(dtype)
     valid = labels != ignore_index
     coef_p, coef_label, coef_weight = row_coefficients(
-        grad, lse, labels, valid, class_weight, label_smoothing, z_loss, vocab
+        grad, lse, labels, valid, class_weight, label_smoothing, z_loss, vocab, grad_nll, grad_lse
     )
     # an ignored row has no log-sum-exp: +inf makes its probabilities zero whatever its logits are
     safe_lse = torch.where(valid, lse, torch.inf)

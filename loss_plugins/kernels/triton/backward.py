@@ -158,6 +158,8 @@ def linear_ce_backward(
     need_bias: bool,
     tile_bytes: int,
     marks: Tensor | None = None,  # (blocks, ceil(V / 32)) int32, see `marks.py`
+    grad_nll: Tensor | None = None,  # (N,)
+    grad_lse: Tensor | None = None,  # (N,)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dX, dW, db) in the types of hidden, weight and bias; empty where not needed.
 
@@ -167,8 +169,12 @@ def linear_ce_backward(
     (rows, width), vocab = hidden.shape, weight.shape[0]
     order, place, count = counted_first(labels, ignore_index)
     valid = labels != ignore_index
-    unit = _power_of_two(torch.where(valid, grad.abs().to(torch.float32), 0.0).amax())
-    coefficients = row_coefficients(grad / unit, lse, labels, valid, class_weight, label_smoothing, z_loss, vocab)
+    given = [grad, *(g for g in (grad_nll, grad_lse) if g is not None)]
+    unit = _power_of_two(torch.where(valid, sum(g.abs().to(torch.float32) for g in given), 0.0).amax())
+    others = (None if g is None else g / unit for g in (grad_nll, grad_lse))
+    coefficients = row_coefficients(
+        grad / unit, lse, labels, valid, class_weight, label_smoothing, z_loss, vocab, *others
+    )
     packed = packed_rows(hidden, order, count, dtype)
     d_hidden = torch.zeros(rows if need_hidden else 0, width, dtype=torch.float32, device=hidden.device)
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else weight.new_empty(0)
