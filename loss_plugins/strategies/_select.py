@@ -27,8 +27,9 @@ STRATEGIES = Registry(
 
 SMALL = 64 * MIB
 """Up to this many bytes of logits the plain way is the fastest and its memory does not matter."""
-SMALL_THERE = 128 * MIB
-"""The same where an H100 or later multiplies half numbers."""
+SMALL_THERE, FEW_ROWS = 128 * MIB, 512
+"""The same where an H100 or later multiplies half numbers, and four times as much for so few rows, for which handling
+dW is most of the work. See the grid in `bench/results`."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,13 @@ def _unknown_option(name: str, options: tuple[str, ...]) -> str | None:
     return next((option for option in options if option not in known), None)
 
 
+def _small(problem: Problem) -> int:
+    """Up to how many bytes of logits naive is taken."""
+    if not (problem.bulk_copies and problem.dtype.itemsize == 2):
+        return SMALL
+    return SMALL_THERE * (4 if problem.rows <= FEW_ROWS else 1)
+
+
 def _readable(count: int) -> str:
     return f"{count / MIB:.0f} MiB" if count >= MIB else f"{count / 1024:.0f} KiB"
 
@@ -163,7 +171,7 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
     # Adam makes steps of it that are not, and they show in a fine-tuned model's loss (see bench/results)
     if problem.module:
         order = [("chunked", "the head is a module that must be called")]
-    elif problem.logits_bytes <= (SMALL_THERE if there.bulk_copies and problem.dtype.itemsize == 2 else SMALL):
+    elif problem.logits_bytes <= _small(there):
         with_options = f"{size}, and it has the options asked for"
         order = [("naive", f"{size} is little"), *((name, with_options) for name in ("flce", "cce", "chunked"))]
     elif problem.differentiable and problem.reduced:
