@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 READMES = [ROOT / "README.md", *sorted((ROOT / "loss_plugins").rglob("README.md"))]
 PIECE = re.compile(
-    r"^<!--\s*setup:(?P<setup>.*?)-->|^```(?P<language>[\w-]*)[^\n]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL
+    r"^<!--\s*setup:(?P<setup>.*?)-->|^```(?P<language>[\w-]*) ?(?P<framework>[\w-]*)[^\n]*\n(?P<code>.*?)^```",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -32,6 +34,8 @@ class Block:
     code: str
     line: int
     """Line of the README that the code begins on."""
+    framework: str = ""
+    """Whose block it is, where that is written behind the language: run by the tests of frameworks."""
 
     @property
     def where(self) -> str:
@@ -48,11 +52,12 @@ def blocks(readme: Path) -> Iterator[Block]:
             stripped = code.lstrip("\n")
             line += len(code) - len(stripped)
             code = textwrap.dedent(stripped.lstrip(" ") if stripped == code else stripped)
-        yield Block(readme, "python" if group == "setup" else piece["language"], code, line)
+        yield Block(readme, "python" if group == "setup" else piece["language"], code, line, piece["framework"] or "")
 
 
 def of_language(*languages: str) -> list[Block]:
-    return [block for readme in READMES for block in blocks(readme) if block.language in languages]
+    every = [block for readme in READMES for block in blocks(readme)]
+    return [block for block in every if block.language in languages and not block.framework]
 
 
 # torch's loader says this to everyone without a GPU; the reader's script need not turn it off
@@ -63,7 +68,7 @@ def test_python_blocks_run(readme: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "argv", ["example.py"])
     namespace = {"__name__": "__main__"}
     for block in blocks(readme):
-        if block.language != "python":
+        if block.language != "python" or (block.framework and find_spec(block.framework) is None):
             continue
         try:
             # blank lines first, so that a traceback has the README's own line numbers

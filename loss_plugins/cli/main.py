@@ -8,6 +8,7 @@ from .bench import bench
 from .env import env
 from .estimate import estimate
 from .families import families
+from .frameworks import install_hook, llamafactory, remove_hook
 from .plan import plan
 from .strategies import strategies
 from .train import train
@@ -30,6 +31,9 @@ app.command()(families)
 app.command()(verify)
 app.command()(bench)
 app.command()(env)
+app.add_typer(llamafactory, name="llamafactory")
+app.command()(install_hook)
+app.command()(remove_hook)
 
 
 @app.callback(invoke_without_command=True)

@@ -72,7 +72,7 @@ class LossPluginArguments(TrainingArguments):
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, str) and entry.type in (float, float | None, "float"):  # YAML reads 1e-4 as text
-                setattr(self, entry.name, _number(value))
+                setattr(self, entry.name, as_number(value))
         super().__post_init__()
         self.loss_config()
 
@@ -114,7 +114,8 @@ def _check_json(name: str, value: Any) -> None:
         )
 
 
-def _number(text: str) -> float | str:
+def as_number(text: str) -> float | str:
+    """The number that a text is, else the text."""
     try:
         return float(text)
     except ValueError:

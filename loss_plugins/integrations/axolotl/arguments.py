@@ -1,0 +1,106 @@
+"""Our keys for axolotl's schema, which is made of pydantic's classes: the fields of `LossConfig`, all optional.
+
+The class is made when axolotl asks for it, so that this file can be imported without pydantic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from ...config import LossConfig
+from ...errors import ConfigError
+from ..hf.keys import refuse_misspelled
+from .plugin import config_of
+
+LOSSES = ("cut_cross_entropy", "chunked_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
+"""axolotl's own switches for a loss without logits, or with fewer."""
+LOGIT_LOSSES = ("use_dft", "use_eaft")
+OTHER_TRAINERS = ("rl", "reward_model", "process_reward_model")
+LIGER_LAYERS = (
+    "liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_swiglu", "liger_glu_activation",
+)  # fmt: skip
+
+
+def check(values: Mapping[str, Any], known: Any) -> LossConfig | None:
+    """Everything that can be said about a configuration before a model is loaded.
+
+    Args:
+        values: The YAML, with axolotl's keys and ours.
+        known: All keys of the schema; axolotl drops others without a word.
+
+    Raises:
+        ConfigError: a value of ours is wrong, or a key of axolotl's computes the loss in another way.
+    """
+    refuse_misspelled(values, known)
+    config = config_of(values)
+    if config is None:
+        return None
+    for key in LOSSES:
+        if values.get(key):
+            raise ConfigError(_two_losses(config, f"{key}: {_yaml(values[key])}"))
+    for name in values.get("plugins") or ():  # its switch is on unless it is turned off
+        if str(name).endswith("CutCrossEntropyPlugin") and values.get("cut_cross_entropy") is None:
+            raise ConfigError(_two_losses(config, f"- {name}"))
+    for key in LOGIT_LOSSES:
+        if values.get(key):
+            raise ConfigError(
+                f"{key} is on, and loss_strategy {config.loss_strategy!r} was asked for: that loss is computed from "
+                f"whole logits, and the model is given no labels. Delete the line `{key}: true`, or our loss_ keys."
+            )
+    for key in OTHER_TRAINERS:
+        if values.get(key):
+            raise ConfigError(
+                f"{key}: {_yaml(values[key])} and loss_strategy {config.loss_strategy!r} were both given, but the "
+                "trainer that this chooses computes its own loss and never asks the model for one, so the strategy "
+                "would have no effect. Delete our loss_ keys from this file."
+            )
+    layers = [key for key in LIGER_LAYERS if values.get(key)]
+    if config.liger_ops not in (None, False) and layers:
+        raise ConfigError(
+            f"liger_ops is {config.liger_ops!r} and {' and '.join(layers)} on: both put Liger's kernels into the "
+            f"model. Delete the lines {', '.join(f'`{key}: true`' for key in layers)}, or liger_ops."
+        )
+    return config
+
+
+def _two_losses(config: LossConfig, line: str) -> str:
+    return (
+        f"loss_strategy {config.loss_strategy!r} was asked for, and the line `{line}` asks for another loss: two for "
+        "one model. Delete that line, or our loss_ keys."
+    )
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
+
+
+def _make_schema() -> Any:
+    from pydantic import BaseModel, Field, create_model, model_validator
+
+    class Checked(BaseModel):
+        """The check, for any set of fields."""
+
+        @model_validator(mode="before")
+        @classmethod
+        def check_loss_plugins(cls, data: Any) -> Any:
+            if isinstance(data, Mapping):
+                check(data, cls.model_fields)
+            return data
+
+    hints = get_type_hints(LossConfig)
+    entries: dict[str, Any] = {
+        entry.name: (hints[entry.name] | None, Field(default=None, description=entry.metadata["help"]))
+        for entry in fields(LossConfig)
+    }
+    made = create_model("LossPluginArgs", __base__=Checked, __module__=__name__, **entries)
+    made.__doc__ = "The settings of loss_plugins, as `LossConfig` has them."
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    if name != "LossPluginArgs":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = made = _make_schema()
+    return made

@@ -1,0 +1,66 @@
+"""Loss settings inside the configuration of a framework, which has keys of its own beside them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from ...config import LossConfig
+from ...device import DeviceProfile
+from ...errors import ConfigError, unknown_name
+from ...strategies import STRATEGIES, Problem, select
+from ...strategies._options import parse_options
+from .arguments import as_number
+
+_NUMBERS = [entry.name for entry in fields(LossConfig) if isinstance(entry.default, float)]
+
+
+def own_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those keys of a framework's configuration that are ours and say something."""
+    ours = {name: _plain(values.get(name)) for name in LossConfig.names() if values.get(name) is not None}
+    for name, value in ours.items():
+        if name in _NUMBERS and isinstance(value, str):  # YAML reads 1e-4 as text
+            ours[name] = as_number(value)
+    return ours
+
+
+def checked_config(values: Mapping[str, Any]) -> LossConfig:
+    """The config of `own_keys`, with the strategy's name and its options looked up, before any model is loaded.
+
+    Raises:
+        ConfigError: a value, the strategy's name or one of its options is wrong, or a key has no meaning there.
+    """
+    config = LossConfig.of(values)
+    default = LossConfig().loss_token_weight_key
+    if config.loss_token_weight_key != default:
+        raise ConfigError(
+            f"loss_token_weight_key {config.loss_token_weight_key!r} was given, but the trainers of frameworks hand "
+            "every column of a batch to the model, which takes no weights. Leave it out, or train with "
+            "LossPluginTrainer."
+        )
+    name, options = config.loss_strategy, config.loss_options
+    if name == "auto":
+        select(name, options, Problem(rows=4096, hidden=1024, vocab=32000), DeviceProfile("cpu"))
+    else:
+        parse_options(name, STRATEGIES.get(name).Options, options)
+    return config
+
+
+def refuse_misspelled(keys: Iterable[str], known: Collection[str]) -> None:
+    """For frameworks that drop keys which nobody knows, without a word.
+
+    Raises:
+        ConfigError: a key is nobody's, and nearly one of ours.
+    """
+    for key in keys:
+        if key not in known and difflib.get_close_matches(str(key), LossConfig.names(), n=1, cutoff=0.8):
+            raise ConfigError(unknown_name("loss setting", str(key), LossConfig.names()))
+
+
+def _plain(value: Any) -> Any:
+    """Dictionaries of frameworks answer for keys that they do not have."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return value

@@ -1,0 +1,138 @@
+"""Takes our keys out of LLaMA-Factory's arguments, and gives its training a callback in their place."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from ...config import LossConfig
+from ...errors import ConfigError, MissingDependencyError
+from ..hf.callback import LossPluginCallback
+from ..hf.keys import checked_config, own_keys
+
+Arguments = dict[str, Any] | list[str]
+
+LOGIT_LOSSES = ("use_dft_loss", "use_eaft_loss", "use_asft_loss")
+OTHER_MODELS = ("use_unsloth", "use_mca", "use_hyper_parallel", "use_kt")
+"""What replaces the model, its loss or the trainer by something of its own."""
+STAGES = ("pt", "sft")
+
+
+def train(config: str, overrides: Sequence[str] = ()) -> None:
+    """What `llamafactory-cli train` does with a YAML file and `key=value` words behind it, in this process.
+
+    Without a key of ours the strategy is `auto`.
+
+    Raises:
+        ConfigError: a loss setting is wrong, or the file asks for what a loss strategy cannot be combined with.
+        MissingDependencyError: LLaMA-Factory is not installed.
+    """
+    try:
+        from llamafactory.hparams import read_args
+        from llamafactory.train.tuner import run_exp
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "llamafactory":
+            raise
+        raise MissingDependencyError(
+            "`loss-plugins llamafactory` was asked for, but LLaMA-Factory is not installed: pip install llamafactory."
+        ) from error
+    before, sys.argv = sys.argv, ["llamafactory-cli", config, *overrides]
+    try:
+        arguments, callback = with_callback(read_args(), by_default=LossConfig())
+        run_exp(arguments, [callback])  # where the hook is installed too, it finds no key of ours any more
+    finally:
+        sys.argv = before
+
+
+def wrapped(run_exp: Callable[..., Any], read_args: Callable[..., Arguments]) -> Callable[..., Any]:
+    """LLaMA-Factory's `run_exp` with our keys understood; without one of them it is called just as it was."""
+
+    @functools.wraps(run_exp)
+    def run(args: Arguments | None = None, callbacks: list[Any] | None = None) -> Any:
+        rest, callback = with_callback(read_args(args))
+        if callback is None:
+            return run_exp(args, callbacks)
+        return run_exp(rest, [*(callbacks or []), callback])
+
+    return run
+
+
+def with_callback(
+    arguments: Arguments, by_default: LossConfig | None = None
+) -> tuple[Arguments, LossPluginCallback | None]:
+    """LLaMA-Factory's arguments without ours, and the callback that ours ask for.
+
+    Args:
+        arguments: The keys of a YAML file, or the words of a command line.
+        by_default: What is meant where they have no key of ours.
+
+    Raises:
+        ConfigError: see `train`.
+    """
+    values, rest = (dict(arguments), {}) if isinstance(arguments, Mapping) else _from_words(arguments)
+    ours = own_keys(values)
+    config = checked_config(ours) if ours else by_default
+    if config is None:
+        return arguments, None
+    refuse(values, config)
+    if isinstance(rest, dict):
+        rest = {key: value for key, value in values.items() if key not in LossConfig.names()}
+    return rest, LossPluginCallback(config)
+
+
+def refuse(values: Mapping[str, Any], config: LossConfig) -> None:
+    """Raises:
+    ConfigError: LLaMA-Factory was asked for a loss that is not the model's own.
+    """
+    stage = values.get("stage", "sft")
+    if stage not in STAGES:
+        raise ConfigError(
+            f"stage: {stage} and loss_strategy {config.loss_strategy!r} were both given, but that trainer of "
+            f"LLaMA-Factory takes whole logits from the model and computes its loss itself. The stages that ask the "
+            f"model for its loss are {' and '.join(STAGES)}; delete our loss_ keys for another."
+        )
+    for key in LOGIT_LOSSES:
+        if values.get(key):
+            raise ConfigError(
+                f"{key} is on, and loss_strategy {config.loss_strategy!r} was asked for: that loss is computed from "
+                f"whole logits, which no loss strategy makes. Delete the line `{key}: true`, or our loss_ keys."
+            )
+    for key in OTHER_MODELS:
+        if values.get(key):
+            raise ConfigError(
+                f"{key} is on, and loss_strategy {config.loss_strategy!r} was asked for: it brings a loss or a trainer "
+                f"of its own, past which loss_plugins is never called. Delete the line `{key}: true`, or our loss_ "
+                "keys."
+            )
+    if values.get("enable_liger_kernel"):
+        raise ConfigError(
+            f"enable_liger_kernel is on, and loss_strategy {config.loss_strategy!r} was asked for: LLaMA-Factory turns "
+            "on Liger's loss with its layers, two losses for one model. Replace the line `enable_liger_kernel: true` "
+            "by `liger_ops: true`, which takes the layers only."
+        )
+
+
+def _from_words(words: Sequence[str]) -> tuple[dict[str, Any], Arguments]:
+    """The values of `--key value` and `--key=value`, read as YAML reads them; and the words that are not ours."""
+    values: dict[str, Any] = {}
+    rest: list[str] = []
+    place = 0
+    while place < len(words):
+        start, place = place, place + 1
+        if not words[start].startswith("--"):
+            rest.append(words[start])
+            continue
+        while place < len(words) and not words[place].startswith("--"):
+            place += 1
+        key, equals, first = words[start][2:].partition("=")
+        texts = [first] * bool(equals) + list(words[start + 1 : place])
+        loaded = [yaml.safe_load(text) for text in texts]
+        several = key in ("loss_statistics", "loss_class_weight") and not (loaded and isinstance(loaded[0], list))
+        values[key] = loaded if several else loaded[0] if loaded else True
+        if key not in LossConfig.names():
+            rest += words[start:place]
+    return values, rest

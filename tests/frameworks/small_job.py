@@ -1,0 +1,90 @@
+"""A tiny model and data on disk for frameworks that are driven by YAML, and a way to run their own commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from loss_plugins.integrations.hf.corpus import train_tokenizer
+
+ROOT = Path(__file__).parent.parent.parent
+README = ROOT / "loss_plugins" / "integrations" / "README.md"
+POEM = [
+    "a rose is a rose is a rose, and a rose by any name",
+    "the cat sat on the mat while the rat ran round the hat",
+    "water, water, everywhere, and all the boards did shrink",
+    "tiger tiger burning bright in the forests of the night",
+]
+
+
+def make_model(folder: Path) -> None:
+    """Two layers, width 32, 320 classes, and a tokenizer."""
+    train_tokenizer(POEM * 4, 300).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=320, max_position_embeddings=256, **sizes, **heads)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def snippet(framework: str) -> dict[str, Any]:
+    """The YAML that the README shows for a framework: a fence of ``yaml FRAMEWORK``."""
+    (text,) = re.findall(rf"^```yaml {framework}\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded
+
+
+def pairs(count: int = 24) -> list[tuple[str, str]]:
+    return [(POEM[i % 4], POEM[(i * 3 + 1) % 4][: 20 + i]) for i in range(count)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_entry_points(folder: Path) -> None:
+    """The entry points of pyproject.toml, laid beside the package as an installation would, whatever is installed."""
+    info = folder / "loss_plugins_entries-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: loss-plugins-entries\nVersion: 1.0\n")
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+def command(folder: Path, *words: str, paths: tuple[Path, ...] = (), **environment: str) -> tuple[int, str]:
+    """Exit code and all output of a Python command in ``folder``, on one CPU core and without a network."""
+    before = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    here = {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *before, str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "DO_NOT_TRACK": "1",
+        "AXOLOTL_DO_NOT_TRACK": "1",
+        "COLUMNS": "500",
+    }
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env={**os.environ, **here, **environment}, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def write_yaml(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """What the Trainer logged at each step, from its last checkpoint in ``folder``."""
+    (state,) = sorted(folder.glob("checkpoint-*/trainer_state.json"))
+    return [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]

@@ -1,0 +1,128 @@
+"""axolotl's own command, stock and with ours. Needs axolotl: `bash scripts/frameworks.sh axolotl` installs and runs it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_job import command, history, make_model, pairs, snippet, write_entry_points, write_jsonl, write_yaml
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("axolotl") is None, reason="axolotl is not installed: bash scripts/frameworks.sh axolotl"
+    ),
+]
+
+STEPS = 10
+KEYS: dict[str, Any] = {
+    "base_model": "./tiny",
+    "datasets": [{"path": "./text.jsonl", "ds_type": "json", "type": "completion"}],
+    "dataset_prepared_path": "./prepared",
+    "sequence_len": 64,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": STEPS,
+    "num_epochs": 10,
+    "learning_rate": 0.01,
+    "optimizer": "adamw_torch",
+    "lr_scheduler": "constant",
+    "bf16": False,
+    "fp16": False,
+    "tf32": False,
+    "logging_steps": 1,
+    "save_steps": STEPS,
+    "seed": 7,
+}
+PLUGIN = {"plugins": ["loss_plugins.integrations.axolotl.LossPlugin"]}
+CUDA_ONLY = {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, **CUDA_ONLY}
+
+
+class Jobs:
+    """A folder with a model and data, and axolotl's runs in it, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.entries = folder, folder / "entries"
+        make_model(folder / "tiny")
+        write_jsonl(folder / "text.jsonl", [{"text": f"{a} {b}"} for a, b in pairs()])
+        write_entry_points(self.entries)
+        self.made: dict[str, list[dict[str, Any]]] = {}
+
+    def run(self, name: str, keys: dict[str, Any], installed: bool = False) -> tuple[int, str]:
+        write_yaml(self.folder / f"{name}.yaml", {**KEYS, "output_dir": f"./{name}", **keys})
+        paths = (self.entries,) if installed else ()
+        return command(self.folder, "-m", "axolotl.cli.train", f"{name}.yaml", paths=paths)
+
+    def history(self, name: str, keys: dict[str, Any], installed: bool = False) -> list[dict[str, Any]]:
+        if name not in self.made:
+            code, output = self.run(name, keys, installed)
+            assert code == 0, output[-3000:]
+            assert "NO LOSS WENT THROUGH" not in output
+            assert "needs its real logits" not in output
+            self.made[name] = history(self.folder / name)
+        return self.made[name]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("axolotl"))
+
+
+def assert_same(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
+    assert len(ours) == len(stock) == STEPS
+    for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        assert [e[key] for e in ours] == pytest.approx([e[key] for e in stock], rel=tolerance)
+    assert not any(key.startswith("loss_plugins/") for entry in stock for key in entry)
+
+
+@pytest.mark.parametrize("more", [{}, LORA], ids=["full", "lora"])
+def test_named_in_plugins(jobs: Jobs, more: dict[str, Any]) -> None:
+    kind = "lora" if more else "full"
+    stock = jobs.history(f"stock-{kind}", more)
+    keys = snippet("axolotl")
+    assert keys["plugins"] == PLUGIN["plugins"]
+    ours = jobs.history(f"ours-{kind}", {**keys, **more})
+    assert_same(ours, stock)
+    assert all(entry["loss_plugins/entropy"] > 0 for entry in ours)
+    assert all(0 <= entry["loss_plugins/token_accuracy"] <= 1 for entry in ours)
+    assert stock[-1]["loss"] < stock[0]["loss"]
+
+
+def test_found_by_itself(jobs: Jobs) -> None:
+    stock = jobs.history("stock-full", {})
+    ours = jobs.history("found", {"loss_strategy": "chunked", "loss_options": {"workspace_mb": 1}}, installed=True)
+    assert_same(ours, stock)
+    assert "loss_plugins/valid_fraction" in ours[0]
+    alone = jobs.history("found-no-keys", {}, installed=True)
+    for key in ("loss", "grad_norm"):
+        assert [e[key] for e in alone] == [e[key] for e in stock], "installed alone, it changes nothing"
+    assert not any(key.startswith("loss_plugins/") for entry in alone for key in entry)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"loss_strategy": "ccee"}, "Unknown loss strategy 'ccee'. Did you mean 'cce'?"),
+        ({"loss_strategy": "cce", "loss_options": {"filtr": "off"}}, "Did you mean 'filter'?"),
+        ({"loss_strategi": "cce"}, "Unknown loss setting 'loss_strategi'. Did you mean 'loss_strategy'?"),
+        ({"loss_strategy": "cce", "chunked_cross_entropy": True}, "the line `chunked_cross_entropy: true` asks for"),
+        ({"loss_strategy": "cce", "rl": "dpo"}, "rl: dpo and loss_strategy 'cce' were both given"),
+    ],
+    ids=["strategy", "option", "misspelled", "two-losses", "rl"],
+)
+def test_refusals_are_validation_errors(jobs: Jobs, keys: dict[str, Any], sentence: str) -> None:
+    code, output = jobs.run("refused", {**PLUGIN, **keys})
+    assert code != 0
+    assert "validation error" in output
+    assert sentence in output
+    assert not list((jobs.folder / "refused").glob("checkpoint-*"))
+
+
+def test_axolotls_other_losses_are_refused(jobs: Jobs) -> None:
+    keys = {"plugins": [*PLUGIN["plugins"], "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}
+    code, output = jobs.run("refused", {**keys, "loss_strategy": "cce"})
+    assert code != 0
+    assert "`- axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin` asks for another loss" in output

@@ -1,0 +1,155 @@
+"""LLaMA-Factory's own commands, stock and with ours. Needs it: `bash scripts/frameworks.sh llamafactory` installs and
+runs it."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_job import POEM, command, history, make_model, pairs, snippet, write_jsonl, write_yaml
+
+from loss_plugins.integrations.llamafactory.hook import install_hook, remove_hook
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("llamafactory") is None,
+        reason="LLaMA-Factory is not installed: bash scripts/frameworks.sh llamafactory",
+    ),
+]
+
+STEPS = 10
+KEYS: dict[str, Any] = {
+    "model_name_or_path": "./tiny",
+    "do_train": True,
+    "dataset_dir": "./data",
+    "template": "default",
+    "cutoff_len": 64,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": STEPS,
+    "num_train_epochs": 10,
+    "learning_rate": 0.01,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_steps": STEPS,
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_gradient_checkpointing": True,
+    "preprocessing_num_workers": 1,
+    "overwrite_cache": True,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"stage": "sft", "dataset": "pairs", "finetuning_type": "full"},
+    "lora": {"stage": "sft", "dataset": "pairs", "finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"},
+    "pt": {"stage": "pt", "dataset": "texts", "finetuning_type": "full"},
+}
+THEIRS = ("-m", "llamafactory.cli", "train")
+OURS = ("-m", "loss_plugins", "llamafactory", "train")
+
+
+class Jobs:
+    """A folder with a model and data, and LLaMA-Factory's runs in it, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        make_model(folder / "tiny")
+        data = folder / "data"
+        data.mkdir()
+        write_jsonl(data / "pairs.jsonl", [{"instruction": a, "input": "", "output": b} for a, b in pairs()])
+        write_jsonl(data / "texts.jsonl", [{"text": line * 8} for line in POEM * 6])
+        columns = {"prompt": "instruction", "query": "input", "response": "output"}
+        info = {
+            "pairs": {"file_name": "pairs.jsonl", "columns": columns},
+            "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}},
+        }
+        (data / "dataset_info.json").write_text(json.dumps(info))
+        self.made: dict[str, list[dict[str, Any]]] = {}
+
+    def run(
+        self, name: str, keys: dict[str, Any], words: tuple[str, ...] = THEIRS, *after: str, **settings: Any
+    ) -> tuple[int, str]:
+        write_yaml(self.folder / f"{name}.yaml", {**KEYS, "output_dir": f"./{name}", **keys})
+        return command(self.folder, *words, f"{name}.yaml", *after, **settings)
+
+    def history(
+        self, name: str, keys: dict[str, Any], words: tuple[str, ...] = THEIRS, *after: str, **settings: Any
+    ) -> list[dict[str, Any]]:
+        if name not in self.made:
+            code, output = self.run(name, keys, words, *after, **settings)
+            assert code == 0, output[-3000:]
+            assert "NO LOSS WENT THROUGH" not in output
+            assert "needs its real logits" not in output
+            self.made[name] = history(self.folder / name)
+        return self.made[name]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("llamafactory"))
+
+
+def assert_same(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
+    assert len(ours) == len(stock) > 0
+    for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        assert [e[key] for e in ours] == pytest.approx([e[key] for e in stock], rel=tolerance)
+    assert all("loss_plugins/valid_fraction" in entry for entry in ours)
+    assert not any(key.startswith("loss_plugins/") for entry in stock for key in entry)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_command(jobs: Jobs, kind: str) -> None:
+    stock = jobs.history(f"stock-{kind}", KINDS[kind])
+    ours = jobs.history(f"ours-{kind}", {**KINDS[kind], **snippet("llamafactory")}, OURS)
+    assert len(ours) == STEPS
+    assert stock[-1]["loss"] < stock[0]["loss"]
+    assert_same(ours, stock)
+    assert all(0 <= entry["loss_plugins/token_accuracy"] <= 1 for entry in ours)
+
+
+def test_words_behind_the_file(jobs: Jobs) -> None:
+    stock = jobs.history("stock-full", KINDS["full"])
+    ours = jobs.history("words", KINDS["full"], OURS, "loss_strategy=flce", "max_steps=3", "save_steps=3")
+    assert_same(ours, stock[:3])
+
+
+def test_under_torchrun(jobs: Jobs) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29577")
+    keys = {**KINDS["full"], "max_steps": 3, "save_steps": 3, "ddp_backend": "gloo"}
+    stock = jobs.history("stock-two", keys, (*launcher, "-m", "llamafactory.launcher"))
+    ours = jobs.history("ours-two", {**keys, "loss_strategy": "cce"}, (*launcher, *OURS))
+    assert_same(ours, stock)
+
+
+def test_the_hook_on_their_own_command(jobs: Jobs) -> None:
+    stock = jobs.history("stock-full", KINDS["full"])
+    site = jobs.folder / "site"
+    site.mkdir()
+    install_hook(site)
+    # a folder whose .pth files are read when Python starts, without touching this environment
+    (jobs.folder / "start").mkdir()
+    (jobs.folder / "start" / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(site)!r})\n")
+    paths = (jobs.folder / "start",)
+    keys = {**KINDS["full"], "loss_strategy": "chunked"}
+    assert_same(jobs.history("hooked", keys, paths=paths), stock)
+    assert jobs.history("hooked-no-keys", KINDS["full"], paths=paths) == stock, (
+        "without a key of ours it changes nothing"
+    )
+    code, output = jobs.run("hooked-dpo", {**KINDS["full"], "stage": "dpo", "loss_strategy": "cce"}, paths=paths)
+    assert code != 0
+    assert "stage: dpo and loss_strategy 'cce' were both given" in output
+    remove_hook(site)
+    code, output = jobs.run("unhooked", keys, paths=paths)
+    assert code != 0
+    assert "Some keys are not used by the HfArgumentParser: ['loss_strategy']" in output
+
+
+def test_refusals_are_one_sentence(jobs: Jobs) -> None:
+    code, output = jobs.run("refused", {**KINDS["full"], "use_dft_loss": True}, OURS)
+    assert code == 2, output[-2000:]
+    (line,) = [line for line in output.splitlines() if line.startswith("Error: ")]
+    assert "Delete the line `use_dft_loss: true`" in line
+    assert not (jobs.folder / "refused").exists()
