@@ -133,12 +133,12 @@ def own(name: str) -> Contender:
             raise ConfigError(f"Contender {name!r}: {word!r} is no option. Write it as option=value.")
         options[key] = _value(value)
     promise = "exact"
-    if strategy == "auto":
-        promise = "filtered"  # it takes cce where a filter pays
-    else:
+    if strategy != "auto":
         parsed = parse_options(strategy, STRATEGIES.get(strategy).Options, options)
         if getattr(parsed, "filter", "off") != "off" and getattr(parsed, "preset", "") not in EXACT_PRESETS:
             promise = "filtered"
+    elif "filter" in options or "preset" in options:
+        promise = "filtered"
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return linear_cross_entropy(hidden, weight, labels, strategy=strategy, options=options)

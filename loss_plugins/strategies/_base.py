@@ -63,7 +63,7 @@ class Problem:
     module: bool = False
     """The head is a module to be called, not a weight to be multiplied."""
     dense: bool = False
-    """Every entry of the logits' gradient counts (label smoothing, a bias that is trained), so no filter may thin it."""
+    """Every entry of the logits' gradient counts (label smoothing, a bias that is trained): no filter may thin it."""
     triton: bool = False
     """Triton kernels compute wherever the options leave that open, see `on`."""
     bulk_copies: bool = False

@@ -31,6 +31,11 @@ SMALL_THERE, FEW_ROWS = 128 * MIB, 512
 """The same where an H100 or later multiplies half numbers, and four times as much for so few rows, for which handling
 dW is most of the work. See the grid in `bench/results`."""
 
+EXACT = {"cce": {"filter": "off"}}
+"""What makes a strategy exact. "auto" asks for it unless a filter or a preset is given, though a filtered cce is the
+fastest on a trained model: what it leaves out of dW is small, but Adam makes steps of it that are not, and they show in a
+fine-tuned model's loss (`bench/results`)."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -167,8 +172,6 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
     there = problem.on(profile)
     # a traced size is a symbol, which cannot be printed
     size = "logits" if torch.compiler.is_compiling() else f"{_readable(problem.logits_bytes)} of logits"
-    # exact ones first, though a filtered cce is the fastest on a trained model: what it leaves out of dW is small, but
-    # Adam makes steps of it that are not, and they show in a fine-tuned model's loss (see bench/results)
     if problem.module:
         order = [("chunked", "the head is a module that must be called")]
     elif problem.logits_bytes <= _small(there):
@@ -184,7 +187,8 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
         if unknown:
             passed_over.append((name, f"it has no option {unknown!r}"))
             continue
-        candidate, parsed = _prepared(name, options)
+        exact = {} if "preset" in (options or {}) else EXACT.get(name, {})
+        candidate, parsed = _prepared(name, {**exact, **(options or {})})
         why_not = candidate.check(problem, profile, parsed)
         if why_not is None and free is not None:
             peak = candidate.peak_bytes(there, parsed)

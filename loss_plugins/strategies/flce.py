@@ -27,8 +27,8 @@ class FlceOptions:
     workspace_mb: float | None = field(
         default=None,
         metadata={
-            "help": "Mebibytes that a chunk's logits may take. Default: 1024, or all logits where that takes no more in "
-            "the end, on a Hopper GPU or later; elsewhere an eighth of all logits, 16 to 1024."
+            "help": "Mebibytes that a chunk's logits may take. Default on a Hopper GPU or later: 1024, or all logits "
+            "where that takes no more in the end; elsewhere an eighth of all logits, 16 to 1024."
         },
     )
 

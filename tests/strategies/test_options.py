@@ -59,6 +59,15 @@ def test_auto_takes(what, profile, free, options, expected):
     assert select("auto", options, what, profile, free).strategy.name == expected
 
 
+def test_auto_is_exact():
+    """Also where it takes cce for want of memory, unless a filter is asked for."""
+    for options, expected in ((None, "off"), ({"workspace_mb": 64}, "off"), ({"filter": "auto"}, "auto")):
+        plan = select("auto", options, problem(), H200, 2 * GIB)
+        assert plan.strategy.name == "cce" and plan.options.filter == expected
+    plan = select("auto", {"preset": "cce_kahan_full_c"}, problem(), H200, 2 * GIB)
+    assert plan.options.filter == "auto"
+
+
 def test_auto_says_once_what_it_took_and_why(caplog, monkeypatch):
     from loss_plugins.strategies import _select
 
