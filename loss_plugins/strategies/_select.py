@@ -33,8 +33,8 @@ dW is most of the work. See the grid in `bench/results`."""
 
 EXACT = {"cce": {"filter": "off"}}
 """What makes a strategy exact. "auto" asks for it unless a filter or a preset is given, though a filtered cce is the
-fastest on a trained model: what it leaves out of dW is small, but Adam makes steps of it that are not, and they show in a
-fine-tuned model's loss (`bench/results`)."""
+fastest on a trained model: what it leaves out of dW is small, but Adam makes steps of it that are not, and they show in
+a fine-tuned model's loss (`bench/results`)."""
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,6 @@ CASES = {
     "rounds": {"shape": (700, 64, 4001), "tile_bytes": 1, "often": 260, "token_weight": True, "z_loss": 1e-2},
     "rounds, odd": {"shape": (389, 61, 1001), "tile_bytes": 1},
     "rounds, float16, float32 head": {"dtype": torch.float16, "head": torch.float32, "tile_bytes": 1},
-    "rounds, odd": {"shape": (389, 61, 1001), "tile_bytes": 1},
-    "rounds, float16, float32 head": {"dtype": torch.float16, "head": torch.float32, "tile_bytes": 1},
 }  # fmt: skip
 
 
