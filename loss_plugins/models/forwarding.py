@@ -79,7 +79,7 @@ def run_head(head: nn.Module, base: Any, args: tuple[Any, ...], kwargs: dict[str
 
 def _job_past_instance_forward(head: nn.Module, job: Any, hidden: Tensor) -> Any:
     """A forward on the instance would hand the job to the plain layer. accelerate's moves tensors and weights first,
-    and does so here too; tensor parallelism's splits the work over ranks, which the whole weight makes unnecessary."""
+    and does so here too; tensor parallelism's splits the work over ranks, as the loss does by itself."""
     hook = head.__dict__.get("_hf_hook")
     if hook is None:
         return job.run(hidden)

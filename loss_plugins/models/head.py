@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PatchError
+from ..strategies import VocabParallel
 from .adapters import lora_terms, no_terms
 from .families import family_of
 from .swap import base_class, is_swapped, swap
@@ -24,6 +25,7 @@ from .weights import (
     is_from,
     is_named,
     not_linear,
+    own_part,
     rows_of,
     weight_and_bias,
     whole_batch_hook,
@@ -105,6 +107,10 @@ class Head:
         found = self.weight_and_bias(width, hidden)
         return found if isinstance(found, str) else Terms((Term(hidden, found[0]),), found[1])
 
+    def own_part(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, VocabParallel] | None:
+        """This process's rows of a head that tensor parallelism holds, see `weights.own_part`."""
+        return own_part(self.core, self.width(hidden)) if self.way == "weight" else None
+
     def weight_and_bias(self, width: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None] | str:
         """What a head of the way ``weight`` multiplies with, see `weights.weight_and_bias`."""
         return weight_and_bias(self.core, width, hidden)
@@ -116,6 +122,8 @@ class Head:
         size = f"{features} x {getattr(self.core, 'in_features', '?')}"
         if self.way == "weight":
             how = "its weight is handed to the strategy"
+            if _is_sharded(self.core):
+                how += ", of a weight cut by rows each process's own"
         elif self.way == "terms":
             how = f"W and B of its adapters are {'one weight for the strategy' if needs_weight else 'taken in chunks'}"
         elif self.way == "real":

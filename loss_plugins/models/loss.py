@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..strategies import LossOutput, linear_cross_entropy_stats, projected_cross_entropy_stats
-from .record import normalise, replay
+from ..strategies import LossOutput, VocabParallel, linear_cross_entropy_stats, projected_cross_entropy_stats
+from .record import Normal, normalise, replay
 from .swap import JOB, base_class
 from .token_weight import aligned_token_weight
 
@@ -75,12 +75,25 @@ class LossJob:
 
     def run(self, hidden: Tensor) -> Tensor:
         """The loss of ``hidden``, shape ``[N, H]``. Runs inside the head's call, where its weight is whole."""
+        given: Any = hidden
+        if not hasattr(given, "full_tensor") or not all(placement.is_replicate() for placement in given.placements):
+            return self._run(hidden)
+        # torch's own tensor parallelism makes a DTensor of what goes in, and expects one to come out
+        loss = self._run(given.to_local(grad_placements=given.placements))
+        return cast(Tensor, type(given).from_local(loss, given.device_mesh, given.placements, run_check=False))
+
+    def _run(self, hidden: Tensor) -> Tensor:
         frame, head = self.frame, self.head
         if hidden.device != self.target.device:
             self.target = self.target.to(hidden.device)
             for name in ("class_weight", "token_weight"):
                 if self.arguments[name] is not None:
                     self.arguments[name] = self.arguments[name].to(hidden.device)
+        normal, part = normalise(self.steps), head.own_part(hidden)
+        normal = None if normal is None or part is None else normal.of_part(part[2].rows)
+        if normal is not None and part is not None:
+            weight, bias, parallel = part
+            return self._done(self._linear(normal, hidden, weight, bias, parallel), hidden, weight)
         terms = head.terms(hidden)
         if isinstance(terms, str):
             frame.handle.use_module(terms)
@@ -95,18 +108,31 @@ class LossJob:
         if normal is None or takes_chunks:
             strategy = handle.config.loss_strategy if takes_chunks else handle.replaying(self.steps)
             return self._projected(*terms.in_chunks(), strategy)
-        hidden, weight, bias = normal.layer(*terms.side_by_side())
+        hidden, weight, bias = terms.side_by_side()
         if not terms.is_plain:
             handle.use_side_by_side(weight)
+        return self._linear(normal, hidden, weight, bias)
+
+    def _linear(
+        self,
+        normal: Normal,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        vocab_parallel: VocabParallel | None = None,
+    ) -> LossOutput:
+        config = self.frame.handle.config
+        hidden, weight, bias = normal.layer(hidden, weight, bias)
         return linear_cross_entropy_stats(
             hidden,
             weight,
             self.target,
-            strategy=handle.config.loss_strategy,
-            options=handle.config.loss_options,
+            strategy=config.loss_strategy,
+            options=config.loss_options,
             bias=bias,
             logit_scale=normal.scale,
             softcap=normal.softcap,
+            vocab_parallel=vocab_parallel,
             **self.arguments,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,13 @@ class Normal:
                 if bias is not None:
                     bias = bias * value if name == "mul" else bias / value
         return hidden, weight, bias
+
+    def of_part(self, rows: slice) -> Normal | None:
+        """The same for some rows of the head, or None where the steps are about other ones."""
+        if any(step.name == "columns" for step in self.linear):
+            return None
+        linear = (Step(name, value[rows]) if name == "add" else Step(name, value) for name, value in self.linear)
+        return replace(self, linear=tuple(linear))
 
 
 def normalise(steps: tuple[Step, ...]) -> Normal | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..strategies import VocabParallel
 from .swap import base_class
 
 SHARDING = ("torch.distributed", "torch._", "deepspeed", "accelerate")
@@ -61,6 +62,29 @@ def weight_and_bias(module: Any, rows: int, hidden: Tensor | None = None) -> tup
     if weight.shape[0] != rows:
         return f"its weight has {weight.shape[0]} rows for {rows} logits"
     return weight, bias
+
+
+def own_part(module: Any, rows: int) -> tuple[Tensor, Tensor | None, VocabParallel] | None:
+    """This process's rows of a weight that tensor parallelism cuts by them, shapes ``[v, H]`` and ``[v]``,
+    differentiably; None where it does not, or where a process would have none. Only valid while the layer is called."""
+    weight: Any = getattr(module, "weight", None)
+    bias = getattr(module, "bias", None)
+    mesh = getattr(weight, "device_mesh", None)
+    if not hasattr(weight, "full_tensor") or mesh is None or mesh.ndim != 1 or tuple(weight.shape[:1]) != (rows,):
+        return None
+    placed = [tensor for tensor in (weight, bias) if tensor is not None]
+    if any(getattr(tensor, "device_mesh", None) != mesh or not _is_cut_by_rows(tensor) for tensor in placed):
+        return None
+    processes = mesh.size()
+    if processes < 2 or (processes - 1) * -(-rows // processes) >= rows:
+        return None
+    parallel = VocabParallel.even(rows, mesh.get_group())
+    return weight.to_local(), None if bias is None else bias.to_local(), parallel
+
+
+def _is_cut_by_rows(tensor: Any) -> bool:
+    (placement,) = tensor.placements
+    return type(placement).__name__ == "Shard" and placement.dim == 0
 
 
 def whole(tensor: Any) -> Any:
