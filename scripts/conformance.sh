@@ -57,7 +57,7 @@ for version in "${versions[@]}"; do
   [ "$version" != newest ] || newest=--newest
   if [ "${TESTS:-1}" != 0 ]; then
     said=$("${offline[@]}" "$python" -m pytest -n "$workers" --dist worksteal tests/models tests/integrations |
-      tee /dev/stderr | tail -n 1) || failed=1
+      tee >(cat >&2) | tail -n 1) || failed=1
   fi
   # shellcheck disable=SC2086 # an option or nothing
   "${offline[@]}" "$python" scripts/conformance.py --processes "$workers" --tests "$said" $newest || failed=1

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_models import assert_same_gradients, batch, step, twins
 from torch._dynamo.testing import CompileCounter
 
 from loss_plugins import patch_model
+from loss_plugins.models.conformance import read_results
 from loss_plugins.models.rebind import CrossEntropyLoss, rebound, traceable
 
 WHOLE = {
@@ -22,7 +24,7 @@ WHOLE = {
     "t5": "an encoder and a decoder, and a CrossEntropyLoss of its own",
     "bart": "the same with a bias beside the head",
 }
-"""Models of which stock makes one graph."""
+"""Models of which stock makes one graph, in the release of transformers that the results are of."""
 LENGTHS = (12, 9, 14, 7, 11)
 
 
@@ -38,14 +40,27 @@ def inputs(name: str, length: int = 12) -> dict[str, Any]:
     return {key: value.float() if value.is_floating_point() else value for key, value in drawn.items()}
 
 
+def makes_one_graph(model: Any, name: str) -> bool:
+    try:
+        torch.compile(model, backend="eager", fullgraph=True)(**inputs(name))
+    except torch._dynamo.exc.Unsupported:
+        return False
+    finally:
+        torch._dynamo.reset()
+    return True
+
+
 # torch 2.13 traces masks of images with an instance of one of its functions
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# Dynamo looks at .grad of every input it traces, where a release breaks the graph
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "t5" else pytest.mark.slow, id=n) for n in WHOLE])
 def test_one_graph_and_no_compilation_for_another_length(name: str) -> None:
     model, stock = twins(name, dtype=torch.float32)
     handle = patch_model(model, "cce")
+    whole = transformers.__version__ == read_results()["transformers"] or makes_one_graph(stock, name)
     counter = CompileCounter()
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    compiled = torch.compile(model, backend=counter, fullgraph=whole)
     frames = []
     for length in LENGTHS:
         expected, expected_gradients = step(stock, inputs(name, length))
@@ -54,8 +69,9 @@ def test_one_graph_and_no_compilation_for_another_length(name: str) -> None:
         torch.testing.assert_close(output.loss, expected.loss, atol=1e-5, rtol=1e-5)
         gradients = {key.removeprefix("_orig_mod."): value for key, value in gradients.items()}
         assert_same_gradients(gradients, expected_gradients, 1e-4, 1e-4)
-    assert frames[0] == 1
-    assert frames[-1] == frames[2] <= 3, "once for the first sums, once for lengths that vary"
+    if whole:
+        assert frames[0] == 1
+        assert frames[-1] == frames[2] <= 3, "once for the first sums, once for lengths that vary"
     assert (handle.counts.fused, handle.counts.materialised) == (len(LENGTHS), 0)
 
 

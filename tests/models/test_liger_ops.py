@@ -121,7 +121,8 @@ def test_nothing_else_changes_and_undo_leaves_nothing(model_type: str) -> None:
     except UnsupportedError as error:
         refused = str(error)
     if handle is None:
-        assert "ImportError: cannot import name" in refused, "this Liger and this transformers do not go together"
+        reasons = ("ImportError: cannot import name", "it could only be done for all models at once")
+        assert any(reason in refused for reason in reasons), "this Liger and this transformers do not go together"
     else:
         assert {name: id(p) for name, p in model.named_parameters() if name in parameters} == parameters
         assert sum(type(module) is not cls for module, cls, _, _ in before) > 2 or model_type == "nemotron"
