@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from .errors import ConfigError, unknown_name
@@ -51,7 +51,7 @@ class Registry:
             return getattr(importlib.import_module(f"{self.package}.{name}"), self.attribute)
         for entry in entry_points(group=self.package):
             if entry.name == name:
-                return self._checked(name, entry.load())
+                return self._checked(name, self._loaded(entry))
         if ":" in name:
             module, _, attribute = name.partition(":")
             try:
@@ -63,6 +63,16 @@ class Registry:
                 ) from error
             return self._checked(name, found)
         raise ConfigError(unknown_name(self.kind, name, [*self.names(), *self.also]))
+
+    def _loaded(self, entry: EntryPoint) -> Any:
+        try:
+            return entry.load()
+        except (ImportError, AttributeError) as error:
+            package = "another package" if entry.dist is None else f"the package {entry.dist.name}"
+            raise ConfigError(
+                f"{self.kind} {entry.name!r} of {package} could not be loaded: {error}. Update or uninstall that "
+                "package."
+            ) from error
 
     def _checked(self, name: str, found: Any) -> Any:
         missing = [member for member in self.members if not hasattr(found, member)]

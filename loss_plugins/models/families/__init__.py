@@ -5,7 +5,12 @@ from __future__ import annotations
 from ...registry import Registry
 from ._base import ModelFamily
 
-FAMILIES = Registry("loss_plugins.models.families", "FAMILY", "model family")
+FAMILIES = Registry(
+    "loss_plugins.models.families",
+    "FAMILY",
+    "model family",
+    members=("model_types", "note", "status", "reason", "head"),
+)
 
 __all__ = ["FAMILIES", "ModelFamily", "family_of"]
 
