@@ -72,8 +72,10 @@ def run_head(head: nn.Module, base: Any, args: tuple[Any, ...], kwargs: dict[str
     found = None if frame is None else frame.head_of(head)
     if frame is not None and found is not None and len(args) == 1 and not kwargs:
         hidden = args[0]
-        if isinstance(hidden, Tensor) and hidden.is_floating_point() and not hasattr(hidden, "full_tensor"):
-            return frame.defer(found, hidden)
+        if isinstance(hidden, Tensor) and hidden.is_floating_point():
+            if not hasattr(hidden, "full_tensor"):
+                return frame.defer(found, hidden)
+            frame.handle.materialised("hidden states that are a DTensor")
     return base.__call__(head, *args, **kwargs)
 
 

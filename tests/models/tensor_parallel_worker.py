@@ -105,6 +105,26 @@ def run(case: str, strategy: str, way: str = "plain") -> None:
     )  # fmt: skip
 
 
+def distributed_hidden() -> None:
+    """Hidden states that are a DTensor reach the head as they are: real logits, and that is counted."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = make("llama").train()
+    stock = model(**batch()).loss
+    cut(model.lm_head, mesh, "torch")
+    handle = patch_model(model, "cce")
+    model.model.register_forward_hook(
+        lambda module, args, output: output.__setitem__(
+            "last_hidden_state", DTensor.from_local(output["last_hidden_state"], mesh, [Replicate()])
+        )
+    )
+    loss = model(**batch()).loss
+    loss.backward()
+    say(
+        "hidden is a DTensor", loss=abs(loss.item() - stock.item()), materialised=handle.counts.materialised,
+        why=handle.materialised_by,
+    )  # fmt: skip
+
+
 def own_batches() -> None:
     """Each process with a batch of its own is data parallelism, and no part of a head."""
     model = make("llama").train()
@@ -129,6 +149,7 @@ def main(path: str, rank: int) -> None:
     for strategy in ("flce", "chunked", "naive"):
         run("llama", strategy)
     run("llama", "cce", "torch")
+    distributed_hidden()
     own_batches()
     dist.barrier()
     dist.destroy_process_group()

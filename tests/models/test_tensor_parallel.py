@@ -54,3 +54,10 @@ def test_statistics_are_of_the_whole_vocabulary(results: dict[str, Any]) -> None
 def test_processes_with_batches_of_their_own_are_refused(results: dict[str, Any]) -> None:
     for said in results["own batches"]["said"]:
         assert "Give all processes of the group the same batch" in said
+
+
+def test_hidden_states_that_are_a_dtensor_are_counted(results: dict[str, Any]) -> None:
+    result = results["hidden is a DTensor"]
+    assert result["loss"] < 1e-6
+    assert result["materialised"] == 1
+    assert result["why"] == ["hidden states that are a DTensor"]
