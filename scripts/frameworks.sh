@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs training frameworks' own commands, stock and with our keys, on a tiny model: one to four minutes each on two cores.
+# Runs training frameworks' own commands, stock and with our keys, on a tiny model: up to four minutes each on two cores.
 #   bash scripts/frameworks.sh                    # all
-#   bash scripts/frameworks.sh axolotl            # one of: axolotl llamafactory
+#   bash scripts/frameworks.sh axolotl            # one of: axolotl llamafactory swift lightning
 # A framework and what it needs in other releases lie in a folder of their own, in front of the test environment's packages;
 # torch is never installed with it. HERE=1 uses the packages of the python on PATH instead of making an environment.
 set -euo pipefail
@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 
 frameworks=("$@")
-[ $# -gt 0 ] || frameworks=(axolotl llamafactory)
+[ $# -gt 0 ] || frameworks=(axolotl llamafactory swift lightning)
 
 if [ -n "${HERE:-}" ]; then
   python=$(command -v "${PYTHON:-python3}")
@@ -39,6 +39,18 @@ install_llamafactory() {
     omegaconf antlr4-python3-runtime fire termcolor einops httpx httpcore sentencepiece protobuf hf_transfer av scipy \
     sse-starlette "tyro<0.9" typeguard docstring_parser shtab
   touch "$1/torchaudio.py" # imported on every start, used for audio only, and tied to one build of torch
+}
+
+install_swift() {
+  install "$1" ms-swift==4.6.0 transformers==5.6.0 tokenizers==0.22.2 huggingface_hub==1.33.0 accelerate==1.11.0 \
+    peft==0.18.1 trl==0.24.0 datasets==4.8.4 multiprocess==0.70.16 dill==0.3.8 fsspec==2025.3.0 modelscope==1.40.2 \
+    modelscope_hub==0.5.1 addict json-repair cryptography cffi pycparser einops simplejson attrdict dacite binpacking \
+    aiohttp aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl httpx httpcore scipy sentencepiece \
+    protobuf zstandard
+}
+
+install_lightning() {
+  install "$1" lightning==2.6.6 pytorch-lightning==2.6.6 lightning-utilities torchmetrics
 }
 
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false

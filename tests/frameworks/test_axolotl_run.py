@@ -39,6 +39,13 @@ KEYS: dict[str, Any] = {
 PLUGIN = {"plugins": ["loss_plugins.integrations.axolotl.LossPlugin"]}
 CUDA_ONLY = {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, **CUDA_ONLY}
+PACKED = {
+    "sample_packing": True,
+    "sdp_attention": True,
+    "pad_to_sequence_len": True,
+    "dataset_prepared_path": "./packed",
+}
+KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "packed": PACKED}
 
 
 class Jobs:
@@ -78,9 +85,9 @@ def assert_same(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None
     assert not any(key.startswith("loss_plugins/") for entry in stock for key in entry)
 
 
-@pytest.mark.parametrize("more", [{}, LORA], ids=["full", "lora"])
-def test_named_in_plugins(jobs: Jobs, more: dict[str, Any]) -> None:
-    kind = "lora" if more else "full"
+@pytest.mark.parametrize("kind", KINDS)
+def test_named_in_plugins(jobs: Jobs, kind: str) -> None:
+    more = KINDS[kind]
     stock = jobs.history(f"stock-{kind}", more)
     keys = snippet("axolotl")
     assert keys["plugins"] == PLUGIN["plugins"]

@@ -45,6 +45,7 @@ KEYS: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"stage": "sft", "dataset": "pairs", "finetuning_type": "full"},
     "lora": {"stage": "sft", "dataset": "pairs", "finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"},
+    "packed": {"stage": "sft", "dataset": "pairs", "finetuning_type": "full", "packing": True},
     "pt": {"stage": "pt", "dataset": "texts", "finetuning_type": "full"},
 }
 THEIRS = ("-m", "llamafactory.cli", "train")

@@ -1,0 +1,96 @@
+"""ms-swift's own command, stock and with ours. Needs it: `bash scripts/frameworks.sh swift` installs and runs it."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_job import README, command, history, make_model, pairs, snippet, write_jsonl, write_yaml
+
+from loss_plugins import LossConfig
+from loss_plugins.errors import ConfigError
+from loss_plugins.integrations.swift import refuse
+
+needs_swift = pytest.mark.skipif(
+    find_spec("swift") is None, reason="ms-swift is not installed: bash scripts/frameworks.sh swift"
+)
+
+STEPS = 10
+KEYS: dict[str, Any] = {
+    "model": "./tiny",
+    "model_type": "llama",
+    "template": "dummy",
+    "dataset": "./chats.jsonl",
+    "add_version": False,
+    "max_length": 64,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": STEPS,
+    "learning_rate": 0.01,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_steps": STEPS,
+    "report_to": "none",
+    "torch_dtype": "float32",
+    "dataset_num_proc": 1,
+    "split_dataset_ratio": 0,
+    "eval_strategy": "no",
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+}
+LORA = {"tuner_type": "lora", "lora_rank": 4, "target_modules": "all-linear"}
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("swift")
+    make_model(folder / "tiny")
+    (folder / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
+    chats = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in pairs()]
+    write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
+    (code,) = re.findall(r"^```python swift\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    (folder / "loss.py").write_text(code)
+    return folder
+
+
+def trained(folder: Path, name: str, **keys: Any) -> list[dict[str, Any]]:
+    write_yaml(folder / f"{name}.yaml", {**KEYS, "output_dir": f"./{name}", **keys})
+    code, output = command(folder, "-c", "from swift.cli.main import cli_main; cli_main()", "sft", f"{name}.yaml")
+    assert code == 0, output[-3000:]
+    assert "NO LOSS WENT THROUGH" not in output
+    assert "needs its real logits" not in output
+    return history(folder / name)
+
+
+@needs_swift
+@pytest.mark.slow
+@pytest.mark.parametrize("tuner", [{"tuner_type": "full"}, LORA], ids=["full", "lora"])
+def test_their_command(folder: Path, tuner: dict[str, Any]) -> None:
+    stock = trained(folder, f"stock-{tuner['tuner_type']}", **tuner)
+    ours = trained(folder, f"ours-{tuner['tuner_type']}", **tuner, **snippet("swift"))
+    assert len(ours) == len(stock) == STEPS
+    for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        assert [e[key] for e in ours] == pytest.approx([e[key] for e in stock], rel=tolerance)
+    assert all(0 <= entry["loss_plugins/token_accuracy"] <= 1 for entry in ours)
+    assert not any(key.startswith("loss_plugins/") for entry in stock for key in entry)
+
+
+@pytest.mark.parametrize(
+    ("args", "template", "words"),
+    [
+        ({"loss_type": "cross_entropy"}, {}, "loss_type 'cross_entropy' and loss_strategy 'cce'"),
+        ({"enable_dft_loss": True}, {}, "enable_dft_loss True"),
+        ({"rlhf_type": "dpo"}, {}, "rlhf_type 'dpo'"),
+        ({}, {"sequence_parallel_size": 2}, "sequence_parallel_size 2"),
+        ({"loss_scale": "react"}, {"loss_scale": SimpleNamespace(is_binary_loss_scale=False)}, "loss_scale 'react'"),
+    ],
+)
+def test_refusals(args: dict[str, Any], template: dict[str, Any], words: str) -> None:
+    refuse(SimpleNamespace(loss_type=None), SimpleNamespace(template=SimpleNamespace()), LossConfig("cce"))
+    with pytest.raises(ConfigError, match=words):
+        refuse(SimpleNamespace(**args), SimpleNamespace(template=SimpleNamespace(**template)), LossConfig("cce"))
