@@ -95,8 +95,8 @@ class Cce:
 
     def peak_bytes(self, problem: Problem, options: CceOptions) -> int:
         if on_triton(options.kernels, problem):
-            marks = problem.is_filterable or (options.is_filter_asked and problem.bulk_copies)
-            marks = marks and any(options.thresholds) and problem.rows >= FEWEST_ROWS
+            asked = options.is_filter_asked and problem.bulk_copies and problem.dtype.itemsize == 2
+            marks = (problem.is_filterable or asked) and any(options.thresholds) and problem.rows >= FEWEST_ROWS
             return triton_bytes(problem, self.tile_bytes(problem, options), marks)
         size = problem.accumulator.itemsize
         tile = min(self.tile_bytes(problem, options), problem.logits_bytes)
