@@ -316,6 +316,10 @@ ENVIRONMENT = {
     # a machine's measurements, as Triton's own cache is: they change no result
     "LOSS_PLUGINS_TUNED": {"loss_plugins/kernels/triton/tuning.py"},
     "XDG_CACHE_HOME": {"loss_plugins/kernels/triton/tuning.py"},
+    # how accelerate's launcher tells the processes that it starts what it was asked for
+    "ACCELERATE_USE_FSDP": {"loss_plugins/integrations/hf/launch.py"},
+    "ACCELERATE_USE_PARALLELISM_CONFIG": {"loss_plugins/integrations/hf/launch.py"},
+    "PARALLELISM_CONFIG_TP_SIZE": {"loss_plugins/integrations/hf/launch.py"},
 }
 
 

@@ -28,6 +28,7 @@ from ...strategies import STRATEGIES, Problem, select
 from .arguments import LossPluginArguments
 from .corpus import read_corpus
 from .data import IGNORED, Collator, DataArguments, Row, encode_all, read_rows, text_of
+from .launch import launch_line, refuse_what_a_cpu_leaves_out
 from .loading import DTYPES, ModelArguments, fit_config, keep_tokenizer, load_config, load_model, load_tokenizer
 from .trainer import LossPluginTrainer
 
@@ -87,6 +88,7 @@ def run(args: LossPluginArguments, model: ModelArguments, data: DataArguments, j
             f"resume_from_checkpoint is {args.resume_from_checkpoint!r}, but a checkpoint belongs to one run and "
             f"strategies asks for {len(names)}. Set loss_strategy in place of strategies."
         )
+    refuse_what_a_cpu_leaves_out(args.device)
     options = _options_of(names, args.loss_config().loss_options)
     material = _prepare(args, model, data, options)
     results, batches = {}, []
@@ -279,7 +281,10 @@ def _use_one_gpu(args: LossPluginArguments) -> None:
     """Keep the Trainer from torch's DataParallel, which copies the model to every GPU at every step."""
     if args.n_gpu > 1:
         logger.warning(
-            "This process uses one of %d GPUs. For all of them: accelerate launch -m loss_plugins train ...", args.n_gpu
+            "This process uses one of %d GPUs. For all of them: %s (a copy of the model on each; for parts of it see "
+            "configs/accelerate/)",
+            args.n_gpu,
+            launch_line(args.n_gpu),
         )
         args._n_gpu = 1
 

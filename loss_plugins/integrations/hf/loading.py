@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from ...errors import ConfigError, MissingDependencyError, unknown_name
 from .corpus import fingerprint, train_tokenizer
+from .launch import tensor_parallel_size
 
 logger = logging.getLogger(__name__)
 
@@ -272,6 +274,7 @@ def load_model(args: ModelArguments, config: Any) -> Any:
     options: dict[str, Any] = {"dtype": getattr(torch, DTYPES[args.dtype])}
     if args.attn_implementation is not None:
         options["attn_implementation"] = args.attn_implementation
+    options |= _in_parts(args)
     if args.model_name_or_path is not None:
         if args.model_name_or_path.endswith(".gguf"):
             options |= _plain_weights()
@@ -287,6 +290,24 @@ def load_model(args: ModelArguments, config: Any) -> Any:
                 f"model_config describes no model that can be built: {one_line(error)}. Correct it."
             ) from error
     return model if args.lora_r is None else _with_lora(model, args)
+
+
+def _in_parts(args: ModelArguments) -> dict[str, Any]:
+    """What asks for a model cut over several processes, where `accelerate launch` was told to (tensor parallelism)."""
+    size = tensor_parallel_size()
+    if size == 1:
+        return {}
+    if args.model_name_or_path is None or args.model_name_or_path.endswith(".gguf") or args.lora_r is not None:
+        raise ConfigError(
+            f"accelerate was told to cut the model over {size} processes (parallelism_config_tp_size), which is done "
+            "while the weights of a saved model are read, and all of them are trained. Set model_name_or_path to a "
+            "folder or a hub id with safetensors, without lora_r; or launch with configs/accelerate/fsdp2.yaml."
+        )
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    if "tp_size" in inspect.signature(DistributedConfig).parameters:
+        return {"distributed_config": DistributedConfig(tp_size=size)}
+    return {"tp_plan": "auto"}  # older releases take all processes
 
 
 def _plain_weights() -> dict[str, Any]:
