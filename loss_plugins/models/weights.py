@@ -67,7 +67,8 @@ def weight_and_bias(module: Any, rows: int, hidden: Tensor | None = None) -> tup
 def own_part(module: Any, rows: int) -> tuple[Tensor, Tensor | None, VocabParallel] | None:
     """This process's rows of a weight that tensor parallelism cuts by them, shapes ``[v, H]`` and ``[v]``,
     differentiably; None where it does not, or where a process would have none. Only valid while the layer is called."""
-    weight: Any = getattr(module, "weight", None)
+    # as it is kept: to read a parametrized weight is to compute it, and spectral norm's is another each time
+    weight: Any = module._parameters.get("weight")
     bias = getattr(module, "bias", None)
     mesh = getattr(weight, "device_mesh", None)
     if not hasattr(weight, "full_tensor") or mesh is None or mesh.ndim != 1 or tuple(weight.shape[:1]) != (rows,):
