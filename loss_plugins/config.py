@@ -84,6 +84,9 @@ class LossConfig:
                 f"loss_options must be a mapping such as {{workspace_mb: 256}}, got {self.loss_options!r}. "
                 "Write it as a YAML mapping or as JSON on the command line."
             )
+        for name in self.loss_options or ():
+            if not isinstance(name, str):
+                raise ConfigError(f"loss_options must have names as keys, got {name!r}.{_unquoted(name)}")
         self._number("loss_label_smoothing", 0.0, 1.0)
         self._number("loss_z_loss", 0.0, math.inf)
         self._list("loss_class_weight", "numbers, one a vocabulary entry", _is_finite)
@@ -108,6 +111,9 @@ class LossConfig:
                 f"liger_ops must be true, or a mapping of names to true or false such as {{rms_norm: true}}, got "
                 f"{value!r}. Leave it out for none."
             )
+        for name in value:
+            if not isinstance(name, str):
+                raise ConfigError(f"liger_ops must have names as keys, got {name!r}.{_unquoted(name)}")
         losses = [name for name in LIGER_LOSSES if value.get(name)]
         if losses:
             raise ConfigError(
@@ -167,6 +173,13 @@ class LossConfig:
         raise ConfigError(
             f"A loss config must be a strategy's name, a mapping or a LossConfig, got {type(value).__name__}."
         )
+
+
+def _unquoted(name: Any) -> str:
+    """Why a key that was meant as a name is none."""
+    if isinstance(name, bool):
+        return " YAML reads on, off, yes and no as true and false: put quotes around that name, or correct it."
+    return " Put the name of what is meant there."
 
 
 def _is_finite(value: Any) -> bool:

@@ -93,6 +93,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     [
         ("loss_options", "workspace_mb=8", "no JSON object"),
         ("loss_options", "[1]", "no JSON object"),
+        ("liger_ops", "yes", "liger_ops must be true, false or a mapping, got the text 'yes'.*--liger_ops 'true'"),
         ("loss_label_smoothing", 1.5, r"loss_label_smoothing must be a number in \[0, 1\], got 1.5"),
         ("loss_label_smoothing", -0.1, r"loss_label_smoothing must be a number in \[0, 1\], got -0.1"),
         ("loss_z_loss", "much", "loss_z_loss must be a number"),

@@ -332,6 +332,9 @@ def test_callback_refuses_data_that_is_read_once(tmp_path: Path) -> None:
 def test_it_must_be_true_or_false() -> None:
     with pytest.raises(ConfigError, match="loss_self_check must be true or false"):
         LossPluginArguments("out", loss_self_check="maybe")
+    for value in ("false", 1, []):
+        with pytest.raises(ConfigError, match="loss_self_check must be true or false, got"):
+            LossPluginTrainer(llama(), loss_config="cce", loss_self_check=value)  # type: ignore[arg-type]
 
 
 def test_a_run_of_before_is_still_patched(tmp_path: Path) -> None:

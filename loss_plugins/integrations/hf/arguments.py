@@ -63,10 +63,7 @@ class LossPluginArguments(TrainingArguments):
             value = getattr(self, name)
             if isinstance(value, str) and value.lower() in ("true", "false"):  # as a command line has it
                 setattr(self, name, value.lower() == "true")
-        if not isinstance(self.loss_self_check, bool):
-            raise ConfigError(
-                f"loss_self_check must be true or false, got {self.loss_self_check!r}. Leave it out for false."
-            )
+        check_switch("loss_self_check", self.loss_self_check)
         for name in _MAPPINGS:
             _check_json(name, getattr(self, name))
         for entry in fields(self):
@@ -84,6 +81,14 @@ class LossPluginArguments(TrainingArguments):
         """
         config = LossConfig(**{name: getattr(self, name) for name in LossConfig.names()})
         return with_smoothing(config, self.label_smoothing_factor)
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Raises:
+    ConfigError: ``value`` is neither true nor false; the text "false" would count as true.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}. Leave it out for false.")
 
 
 def with_smoothing(config: LossConfig, factor: float) -> LossConfig:
@@ -108,9 +113,11 @@ def _check_json(name: str, value: Any) -> None:
     except json.JSONDecodeError:
         good = False
     if not good:
+        example = "true" if name in _SWITCHES else '{"workspace_mb": 256}'
+        what = "true, false or a mapping" if name in _SWITCHES else "a mapping"
         raise ConfigError(
-            f"{name} must be a mapping, got the text {value!r}, which is no JSON object. On the command line write "
-            f"""--{name} '{{"workspace_mb": 256}}'; in YAML write a mapping."""
+            f"{name} must be {what}, got the text {value!r}, which is no JSON object. On the command line write "
+            f"--{name} '{example}'; in YAML write it without quotes around the whole."
         )
 
 

@@ -15,7 +15,7 @@ from ...config import LossConfig
 from ...errors import PatchError, UnsupportedError
 from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
 from ...models.statistics import StatisticsBuffer
-from .arguments import LossPluginArguments, with_smoothing
+from .arguments import LossPluginArguments, check_switch, with_smoothing
 from .hints import memory_hint
 from .monitor import PREFIX, LossMonitor, apart, read_statistics, renewed
 from .refusals import refuse_compute_loss_func, refuse_foreign_forward, refuse_liger
@@ -77,6 +77,8 @@ class LossPluginMixin(_Base):
         loss_self_check: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        if loss_self_check is not None:
+            check_switch("loss_self_check", loss_self_check)
         self._loss_check_wish = loss_self_check
         if loss_config is not None:
             self._loss_wish = LossConfig.of(loss_config)
