@@ -32,6 +32,8 @@ from .weights import (
 )
 
 Way = Literal["weight", "terms", "module", "call", "real"]
+WIDTH = "_loss_plugin_width"
+"""Key of a probed head's ``__dict__``, while it is patched."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,14 @@ class Head:
     @torch.compiler.disable
     def _probed_width(self, hidden: Tensor) -> int:
         """What a head with a forward of its own returns for one row. Asked once, without touching the random state."""
-        width: int | None = self.core.__dict__.get("_loss_plugin_width")
+        width: int | None = self.core.__dict__.get(WIDTH)
         if width is None:
             from .frame import calling_for_real
 
             devices = [hidden.device.index or 0] if hidden.device.type == "cuda" else []
             with torch.no_grad(), calling_for_real(), torch.random.fork_rng(devices):
                 width = int(self.outer(hidden.detach().reshape(-1, hidden.shape[-1])[:1]).shape[-1])
-            self.core.__dict__["_loss_plugin_width"] = width
+            self.core.__dict__[WIDTH] = width
         return width
 
     def device(self, hidden: Tensor) -> torch.device:
@@ -225,4 +227,5 @@ def _way(outer: nn.Module, core: Any) -> tuple[Way, str]:
 
 def _is_sharded(module: nn.Module) -> bool:
     """Whether tensor parallelism holds the weight: it replaces the head's forward, and the whole weight can be had."""
-    return hasattr(getattr(module, "weight", None), "full_tensor")
+    # as it is kept: to read a parametrized weight is to compute it, and spectral norm's is another each time
+    return hasattr(module._parameters.get("weight"), "full_tensor")

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..errors import ConfigError
 from ..strategies import LossOutput, VocabParallel, linear_cross_entropy_stats, projected_cross_entropy_stats
 from .record import Normal, normalise, replay
 from .swap import JOB, base_class
+from .terms import written_check
 from .token_weight import aligned_token_weight
 
 if TYPE_CHECKING:
@@ -153,8 +155,11 @@ class LossJob:
         from .frame import calling_for_real
 
         head = self.head
+        # of other classes or types: quantised, and perhaps packed when they are first called
+        unchanged = written_check(p for p in head.outer.parameters() if type(p) is Parameter and p.is_floating_point())
 
         def call(rows: Tensor) -> Tensor:
+            unchanged()
             # also in the backward, in a thread of autograd's
             with calling_for_real():
                 if head.way == "call":

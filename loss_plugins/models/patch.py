@@ -20,7 +20,7 @@ from .families import family_of
 from .foreign import ADVICE, OFF, foreign_forward, refuse_foreign_cross_entropy
 from .forwarding import HANDLE
 from .frame import Scope, scopes, set_scopes
-from .head import Head, each_head, find_head, head_of
+from .head import WIDTH, Head, each_head, find_head, head_of
 from .liger import LigerOps, apply_liger_ops
 from .record import Step
 from .statistics import Counts, StatisticsBuffer
@@ -158,7 +158,10 @@ class PatchHandle:
             self.active = False
             return
         self.active = False
-        left = [module for module in (model, *self._heads(model)) if not unswap(module)]
+        heads = self._heads(model)
+        for head in heads:
+            head.__dict__.pop(WIDTH, None)
+        left = [module for module in (model, *heads) if not unswap(module)]
         if self.liger is not None:
             left += self.liger.undo()
         if left:

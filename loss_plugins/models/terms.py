@@ -15,7 +15,7 @@ Letters: N rows, H hidden width, V vocabulary, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,24 +59,14 @@ class Terms:
     def in_chunks(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """All inputs beside each other, shape ``[N, K]``, in their widest type, and what makes logits of n rows of it,
         shape ``[n, V]``, in float32 or wider."""
-        before = self._versions()
+        read = [tensor for term in self.terms for tensor in (term.weight, term.scale)]
+        unchanged = written_check((*read, self.bias))
 
         def logits(rows: Tensor) -> Tensor:
-            if self._versions() != before:
-                raise RuntimeError(
-                    "The weights of an adapted head were written in place between the forward of its loss and the "
-                    "backward, which computes the chunks again. Run the backward first."
-                )
+            unchanged()
             return self._logits(rows)
 
         return torch.cat([term.inputs for term in self.terms], 1), logits
-
-    def _versions(self) -> list[int]:
-        """How often the weights have been written in place. Autograd checks what it saves; a chunk saves nothing."""
-        if torch.compiler.is_compiling():
-            return []
-        read = [tensor for term in self.terms for tensor in (term.weight, term.scale)]
-        return [tensor._version for tensor in (*read, self.bias) if tensor is not None and not tensor.is_inference()]
 
     def _logits(self, rows: Tensor) -> Tensor:
         z = None
@@ -98,3 +88,21 @@ class Terms:
 
 def _scaled(term: Term) -> Tensor:
     return term.weight if term.scale is None else term.weight * term.scale[:, None].to(term.weight.dtype)
+
+
+def written_check(weights: Iterable[Tensor | None]) -> Callable[[], None]:
+    """What raises a RuntimeError once one of ``weights`` has been written in place. Autograd checks what it saves; a
+    chunk, which is computed again in the backward, saves nothing."""
+    watched = [tensor for tensor in weights if tensor is not None and not tensor.is_inference()]
+    before = None if torch.compiler.is_compiling() else [tensor._version for tensor in watched]
+
+    def check() -> None:
+        if before is None or torch.compiler.is_compiling():
+            return
+        if [tensor._version for tensor in watched] != before:
+            raise RuntimeError(
+                "The weights of a head that is called on chunks were written in place between the forward of its loss "
+                "and the backward, which computes the chunks again. Run the backward first."
+            )
+
+    return check

@@ -166,6 +166,29 @@ def test_a_hook_sees_logits_or_their_gradient(what: str) -> None:
         patch_model(build(), "cce")
 
 
+@pytest.mark.parametrize("strategy", ["naive", "chunked"])
+def test_a_called_head_that_is_written_before_its_backward_is_an_error(strategy: str) -> None:
+    """As it is in stock, where autograd has saved the weight: chunks are computed again, with another one."""
+    for patched in (False, True):
+        model = with_head(lambda head: HOOKS["forward"](head, []))
+        if patched:
+            patch_model(model, strategy)
+        loss = model(**batch()).loss
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        with pytest.raises(RuntimeError, match=r"in place|inplace"):
+            loss.backward()
+
+
+def test_undoing_leaves_nothing_on_a_head_that_was_called() -> None:
+    model = with_head(lambda head: HOOKS["forward"](head, []))
+    before = set(vars(model.lm_head))
+    with patch_model(model, "chunked"):
+        model(**batch()).loss.backward()
+    assert set(vars(model.lm_head)) == before
+    assert type(model.lm_head) is nn.Linear
+
+
 class Quantised(Tensor):
     """A weight of another class, whose stored numbers are not what it stands for."""
 
