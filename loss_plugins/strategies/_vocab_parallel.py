@@ -37,7 +37,7 @@ class VocabParallel:
     ``weight`` and ``bias`` are then this process's part of them, ``class_weight`` has an entry for each class of the
     whole vocabulary, and everything else is the same in every process of the group: hidden states, labels, weights of
     tokens, options. So is the result. Every process must call, and call ``backward`` with the same gradient; its hidden
-    states then get their whole gradient, its weight and bias their own part's.
+    states then get their whole gradient, its weight and bias their own part's. ``torch.compile`` breaks its graph here.
 
     Args:
         start: The first class of this process.
@@ -80,6 +80,7 @@ class VocabParallel:
         """Of the whole weight, those of this process."""
         return slice(self.start, self.stop)
 
+    @torch.compiler.disable
     def whole_vocab(self, weight: Tensor) -> int:
         """V, of which ``weight`` holds this process's rows. The first call without ``vocab`` asks the others.
 
@@ -101,6 +102,7 @@ class VocabParallel:
             )
         return known
 
+    @torch.compiler.disable
     def whole_sequence(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """``hidden`` of all processes, if each has a part of it."""
         if self.sequence_axis is None:
@@ -118,6 +120,7 @@ class VocabParallel:
         return gathered
 
 
+@torch.compiler.disable
 def agree_on_rows(rows: Rows, parallel: VocabParallel) -> None:
     """Refuse other numbers of tokens in other processes, which would wait for each other for ever. On a CPU only:
     elsewhere the host must not wait, and labels are not compacted."""

@@ -40,7 +40,8 @@ def test_equals_one_process(case: str, results: dict[str, Any]) -> None:
     assert result["loss"] < 1e-10
     assert result["gradient"] < 1e-10
     assert result["size"] > 1e-2
-    assert (result["fused"], result["materialised"], result["gathers"]) == (2, 0, 0)
+    assert (result["fused"], result["materialised"]) == (2, 0)
+    assert (result["gathers"] > 0) == (case == "columns, cce"), "only where rows are cut out is the weight gathered"
     assert result["kind"] == "Tensor"
     assert "cut by rows" in result["explained"]
 

@@ -65,6 +65,7 @@ def test_half_types_keep_a_wide_loss(results: dict[str, Any]) -> None:
         "frozen hidden",
         "frozen weight",
         "log_probs",
+        "compiled",
     ],
 )
 def test_edge_cases(case: str, results: dict[str, Any]) -> None:

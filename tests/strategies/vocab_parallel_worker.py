@@ -154,6 +154,15 @@ def special(parallel: VocabParallel) -> None:
     expected = linear_log_probs(made["hidden"], made["weight"], labels, strategy="flce")
     say("log_probs", error=largest([(log_probs, expected)]))
 
+    compiled = torch.compile(linear_cross_entropy, backend="eager")
+    pairs = []
+    for function in (compiled, linear_cross_entropy):
+        leaves = [made["hidden"].clone().requires_grad_(), part.clone().requires_grad_()]
+        loss = function(*leaves, labels, strategy="cce", shift=1, vocab_parallel=parallel)
+        loss.backward()
+        pairs.append([loss, *(leaf.grad for leaf in leaves)])
+    say("compiled", error=largest(zip(*pairs, strict=True)))
+
     even = VocabParallel.even(VOCAB)
     say("even", bounds=[even.start, even.stop, even.vocab])
 
