@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import batch, make
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -21,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from loss_plugins import patch_model
 from loss_plugins.models.conformance.double import all_double
 from loss_plugins.models.patch import find_handle
+
+SAVED = ("fsdp2 root cce", "fsdp2 own late cce", "fsdp1 root cce", "fsdp1 own cce", "ddp cce", "fsdp2 tied")
 
 
 def rows_of(rank: int, empty: bool) -> dict[str, Any]:
@@ -122,6 +125,25 @@ def fsdp2_parts(model: Any, strategy: str) -> Any:
     return fsdp2(model, strategy, own=False, late=True)
 
 
+def checkpointed(model: Any) -> Any:
+    """Its layers computed again in the backward."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def saved_as(model: Any, stock: nn.Module) -> bool:
+    """Whether what is saved of it loads into a model that knows nothing of us, and is the very weights."""
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    fresh = copy.deepcopy(stock)
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    if dist.get_rank() == 0:
+        fresh.load_state_dict(whole)
+        return all(torch.equal(a, b) for a, b in zip(fresh.parameters(), stock.parameters(), strict=True))
+    return True
+
+
 def run(case: str, wrap: Any, name: str = "llama", same_rows: bool = False, empty: bool = False) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = adapted() if name == "lora" else make(name)
@@ -146,6 +168,8 @@ def run(case: str, wrap: Any, name: str = "llama", same_rows: bool = False, empt
             "fused": handle.counts.fused,
             "materialised": handle.counts.materialised,
         }
+        if case in SAVED:
+            result["saved"] = saved_as(model, stock)
     except Exception as error:  # the other cases still run
         result["error"] = f"{type(error).__name__}: {error}"
     if rank == 0:
@@ -176,6 +200,10 @@ def main(folder: str) -> None:
         run(f"lora ddp {strategy}", lambda m, s=strategy: ddp(m, s), "lora")
     run("ddp empty", lambda m: ddp(m, "cce"), empty=True)
     run("fsdp2 tied", lambda m: fsdp2(m, "cce", own=False, late=False), "gpt2")
+    run("fsdp2 checkpointed", lambda m: fsdp2(checkpointed(m), "cce", own=True, late=False))
+    run("fsdp1 checkpointed", lambda m: fsdp1(checkpointed(m), "cce", own=True, late=False))
+    run("fsdp2 empty", lambda m: fsdp2(m, "cce", own=True, late=False), empty=True)
+    run("fsdp1 empty", lambda m: fsdp1(m, "cce", own=False, late=False), empty=True)
     run("fsdp2 bf16", lambda m: fsdp2(m.float(), "cce", own=False, late=False, half=True))
     dist.destroy_process_group()
 

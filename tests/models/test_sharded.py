@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sharded_worker import SAVED
 
 HERE = Path(__file__).parent
 CASES = [
@@ -21,7 +22,10 @@ CASES = [
     f"lora {place} {strategy}"
     for place in ("fsdp2 root", "fsdp2 own", "fsdp1 root", "fsdp1 own", "ddp")
     for strategy in ("cce", "flce", "chunked")
-] + ["lora fsdp2 parts chunked", "fsdp2 tied", "fsdp2 bf16", "ddp empty"]  # fmt: skip
+] + [
+    "lora fsdp2 parts chunked", "fsdp2 tied", "fsdp2 bf16", "ddp empty", "fsdp2 empty", "fsdp1 empty",
+    "fsdp2 checkpointed", "fsdp1 checkpointed",
+]  # fmt: skip
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +54,11 @@ def test_equals_one_process(case: str, results: dict[str, Any]) -> None:
     loss, gradient = (1e-2, 1e-2) if "bf16" in case else (1e-10, 1e-10)
     assert result["loss"] < loss
     assert result["gradient"] < gradient
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_what_is_saved_loads_without_us(case: str, results: dict[str, Any]) -> None:
+    assert results[case]["saved"]
 
 
 @pytest.mark.parametrize("strategy", ["cce", "flce"])
