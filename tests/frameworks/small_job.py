@@ -84,7 +84,7 @@ def write_yaml(path: Path, values: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(values, sort_keys=False))
 
 
-def history(folder: Path) -> list[dict[str, Any]]:
-    """What the Trainer logged at each step, from its last checkpoint in ``folder``."""
+def history(folder: Path, key: str = "loss") -> list[dict[str, Any]]:
+    """What the Trainer logged with ``key`` in it, from its last checkpoint in ``folder``: at each step, or evaluation."""
     (state,) = sorted(folder.glob("checkpoint-*/trainer_state.json"))
-    return [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+    return [entry for entry in json.loads(state.read_text())["log_history"] if key in entry]

@@ -34,6 +34,8 @@ KEYS: dict[str, Any] = {
     "tf32": False,
     "logging_steps": 1,
     "save_steps": STEPS,
+    "val_set_size": 0.25,
+    "eval_steps": STEPS // 2,
     "seed": 7,
 }
 PLUGIN = {"plugins": ["loss_plugins.integrations.axolotl.LossPlugin"]}
@@ -96,6 +98,10 @@ def test_named_in_plugins(jobs: Jobs, kind: str) -> None:
     assert all(entry["loss_plugins/entropy"] > 0 for entry in ours)
     assert all(0 <= entry["loss_plugins/token_accuracy"] <= 1 for entry in ours)
     assert stock[-1]["loss"] < stock[0]["loss"]
+    evaluations = [history(jobs.folder / f"{name}-{kind}", "eval_loss") for name in ("ours", "stock")]
+    assert len(evaluations[0]) >= 2
+    ours_eval, stock_eval = ([entry["eval_loss"] for entry in entries] for entries in evaluations)
+    assert ours_eval == pytest.approx(stock_eval, rel=1e-4)
 
 
 def test_found_by_itself(jobs: Jobs) -> None:
