@@ -106,7 +106,8 @@ class Chunked:
         written = _versions(rows) if problem.differentiable else None
 
         def chunk(hidden: Tensor, labels: Tensor, row_scale: Tensor) -> tuple[Tensor, ...]:
-            if written is not None and _versions(rows) != written:
+            now = None if written is None else _versions(rows)
+            if now is not None and now != written:
                 raise RuntimeError(
                     "The hidden states, weight or bias of a chunked loss were written in place between its forward and "
                     "its backward, which computes the chunks again. Run the backward first, or write out of place."
@@ -129,10 +130,11 @@ class Chunked:
         return RowLoss(loss, *(torch.cat(f) for f in fields))
 
 
-def _versions(rows: Rows) -> tuple[int, ...]:
-    """How often what a chunk reads has been written in place. Autograd checks what it saves; a chunk saves nothing."""
+def _versions(rows: Rows) -> tuple[int, ...] | None:
+    """How often what a chunk reads has been written in place; None in what is compiled, of which a part may run eagerly
+    all the same. Autograd checks what it saves; a chunk saves nothing."""
     if torch.compiler.is_compiling():
-        return ()
+        return None
     read = (rows.hidden, rows.weight, rows.bias)
     return tuple(tensor._version for tensor in read if tensor is not None and not tensor.is_inference())
 

@@ -52,6 +52,26 @@ def test_compiled_equals_stock_and_compiles_twice_at_most(strategy: str) -> None
     assert find_handle(compiled) is handle
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo reads it
+def test_chunks_that_run_eagerly_inside_what_is_compiled() -> None:
+    """Dynamo may leave the chunks of a head that is called to Python, in the middle of a graph."""
+    model, stock = twins(dtype=torch.float32)
+    for each in (model, stock):
+        each.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+    handle = patch_model(model, "chunked")
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        expected, expected_gradients = step(stock, batch())
+        output, gradients = step(compiled, batch())
+        torch.testing.assert_close(output.loss, expected.loss)
+        gradients = {name.removeprefix("_orig_mod."): value for name, value in gradients.items()}
+        assert_same_gradients(gradients, expected_gradients, 1e-5)
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *stock.parameters()):
+                parameter.mul_(1.1)
+    assert handle.counts.materialised == 0
+
+
 def test_a_compiled_model_follows_scope_mode_and_undo() -> None:
     model, stock = twins(dtype=torch.float32)
     handle = patch_model(model, "cce")
