@@ -46,6 +46,12 @@ class Taken(NamedTuple):
     gradients: dict[str, Tensor]
 
 
+def bad_gradients(taken: Taken) -> Tensor:
+    """How many parameters have a gradient with an inf or a NaN, a 0-d float32 tensor on the loss's device."""
+    finite = [gradient.isfinite().all().to(taken.loss.device) for gradient in taken.gradients.values()]
+    return (~torch.stack(finite)).float().sum() if finite else torch.zeros((), device=taken.loss.device)
+
+
 def apart(ours: Taken, stock: Taken, names: Iterable[str], reduce: Callable[[Tensor], Tensor] | None = None) -> Apart:
     """How far ``ours`` is from ``stock``. Waits for the device.
 

@@ -19,10 +19,10 @@ from ..patch import PatchHandle
 from ..statistics import Counts, StatisticsBuffer
 from ..swap import base_class
 from .batches import IGNORED, cut_batch
-from .distance import Apart, Taken, Tolerance, apart, tolerance
+from .distance import Apart, Taken, Tolerance, apart, bad_gradients, tolerance
 from .moment import Moment, taken_gradients
 from .real_head import HeadCall, RealHead, yardstick_of
-from .verify import FP16_SCALE, HOST_LIMIT, filter_allowed, rounds_to_tf32
+from .verify import FP16_SCALE, FP16_STEP, HOST_LIMIT, filter_allowed, rounds_to_tf32
 
 LOGIT_BYTES = 20
 """What a logit takes in stock's forward and backward: itself, in float32, its softmax, and gradients of both."""
@@ -170,6 +170,7 @@ class _Check:
         self.reduce, self.processes = reduce, processes
         self.device = batch["labels"].device
         self.calls: list[HeadCall] = []
+        self.largest_scale = FP16_SCALE
         self.name = base_class(handle.model).__name__
 
     def summed(self, tensor: Tensor) -> Tensor:
@@ -202,7 +203,7 @@ class _Check:
     @property
     def scale(self) -> float:
         """Against float16 gradients that vanish; both ways are multiplied by it."""
-        return FP16_SCALE if any(call.dtype is torch.float16 for call in self.calls) else 1.0
+        return self.largest_scale if any(call.dtype is torch.float16 for call in self.calls) else 1.0
 
     def _taken(self, moment: Moment, loss: Tensor) -> Taken:
         sizes = sum(p.numel() * p.element_size() for p in moment.parameters.values())
@@ -215,6 +216,10 @@ class _Check:
         try:
             with in_force(frame):
                 stock = self._taken(moment, self._loss(moment, deferred=False))
+                while (bad := float(self.summed(bad_gradients(stock)))) and self.largest_scale > 1:
+                    self.largest_scale /= FP16_STEP  # all processes lower it, also those without calls in float16
+                    frame.calls.clear()
+                    stock = self._taken(moment, self._loss(moment, deferred=False))
         except torch.OutOfMemoryError as error:
             raise VerificationError(
                 f"loss_self_check was asked for, but logits of {self.name} for {self.batch['labels'].numel()} tokens "
@@ -225,6 +230,11 @@ class _Check:
             raise VerificationError(
                 f"loss_self_check was asked for, but the loss of the unpatched {self.name} on the first batch is "
                 f"{stock.loss.item()}: there is nothing to compare with. Look at the batch, or leave it out."
+            )
+        if bad:
+            raise VerificationError(
+                f"loss_self_check was asked for, but gradients of the unpatched {self.name} on the first batch are inf "
+                "or NaN: there is nothing to compare with. Look at the batch, or leave it out."
             )
         return stock, frame.calls
 

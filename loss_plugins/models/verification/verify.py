@@ -17,7 +17,7 @@ from ...errors import ConfigError, LossPluginError, UnsupportedError, Verificati
 from ...strategies import STRATEGIES
 from ..frame import in_force
 from ..patch import PatchHandle, patch_model, unwrapped
-from .distance import Apart, Taken, Tolerance, apart, tolerance
+from .distance import Apart, Taken, Tolerance, apart, bad_gradients, tolerance
 from .moment import Moment, loss_of, taken_gradients
 from .real_head import HeadCall, RealHead, yardstick_of
 from .report import Report, Row
@@ -25,6 +25,8 @@ from .report import Report, Row
 HALF = (torch.float16, torch.bfloat16)
 FP16_SCALE = 1024.0
 """Keeps float16 gradients from vanishing; both sides are multiplied by it, and it rounds nothing."""
+FP16_STEP = 32.0
+"""By how much it is lowered where it makes stock's gradients infinite."""
 HOST_LIMIT = 2 << 30
 BRIEF = 1.0
 """Seconds in which a step is timed again."""
@@ -129,6 +131,9 @@ class _Sides:
             with torch.no_grad():
                 self.model(**self.batch)  # some change themselves when they first run
             stock = self._taken(self._step())
+            while self.scale > 1 and float(bad_gradients(stock)):
+                self.scale /= FP16_STEP
+                stock = self._taken(self._step())
         except torch.OutOfMemoryError as error:
             raise VerificationError(
                 f"The unpatched {name} does not fit into memory with a batch of {self.batch['labels'].numel()} tokens, "
@@ -144,6 +149,11 @@ class _Sides:
             raise VerificationError(
                 f"The loss of the unpatched {name} is {stock.loss.item()} on this batch, so there is nothing to "
                 "compare with. Choose another --dtype or batch."
+            )
+        if float(bad_gradients(stock)):
+            raise VerificationError(
+                f"The unpatched {name} has gradients on this batch that are inf or NaN, so there is nothing to compare "
+                "with. Choose another --dtype or batch."
             )
         self.report.stock.loss = float(stock.loss)
         return stock
