@@ -173,7 +173,7 @@ def _batch(arguments: Any, config: Any, rows: int, length: int, data: str | None
         tokenizer, _ = load_tokenizer(arguments, [], Path())
     except ConfigError as error:
         if data is not None:
-            raise
+            raise ConfigError(f"--data {data!r} is read with the model's tokenizer. {error}") from error
         vocab = getattr(config.get_text_config(), "vocab_size", None)
         if not vocab:
             raise ConfigError(f"The model has no tokenizer, and its config names no vocab_size. {error}") from error

@@ -273,6 +273,7 @@ def test_a_gguf_that_is_none(job: Job) -> None:
     (job.folder / "model.gguf").write_bytes(b"nonsense")
     sentence = job.refused(without=("model_config",), model_name_or_path="model.gguf")
     assert sentence.startswith("model_name_or_path 'model.gguf' could not be loaded")
+    assert "Check that the whole file was downloaded" in sentence
 
 
 def test_one_checkpoint_cannot_start_several_runs(job: Job) -> None:

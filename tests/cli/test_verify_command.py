@@ -252,6 +252,7 @@ def test_a_model_that_fails_by_itself_is_exit_code_one(
         (("tiny:llama", "--device", "gpu"), "Unknown device 'gpu'"),
         (("tiny:llama", "--data", "a.txt"), "which is random"),
         (("./nowhere",), "does not exist"),
+        (("",), "model_name_or_path is empty"),
     ],
 )
 def test_what_cannot_be_asked(words: tuple[str, ...], said: str, invoke: Invoke) -> None:
@@ -271,3 +272,40 @@ def test_a_job_checks_its_first_batch(job: Job, monkeypatch: pytest.MonkeyPatch)
 
 def test_data_that_is_not_there(folder: Path, invoke: Invoke) -> None:
     assert "does not exist" in refused(invoke, str(folder), "--data", "nowhere.txt")
+
+
+def cut_short(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def of_another_size(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": settings["vocab_size"] + 8}))
+
+
+def of_an_adapter(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "acme/base"}')
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (cut_short, "It has to be a folder that save_pretrained wrote, with all its files; it holds config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "with all its files; it holds config.json"),
+        (of_another_size, "Its weights have other sizes than its config says"),
+        (of_an_adapter, "It holds a PEFT adapter and no model: give the model that it was made for, 'acme/base'"),
+    ],
+    ids=["cut short", "no weights", "of another size", "of an adapter"],
+)
+def test_a_folder_that_is_not_whole(change: Any, said: str, folder: Path, tmp_path: Path, invoke: Invoke) -> None:
+    LlamaForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    change(tmp_path)
+    assert said in refused(invoke, str(tmp_path))
+
+
+def test_a_file_without_a_tokenizer_to_read_it(folder: Path, tmp_path: Path, invoke: Invoke) -> None:
+    LlamaForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": line} for line in POEM])
+    assert "is read with the model's tokenizer" in refused(invoke, str(tmp_path), "--data", str(data))

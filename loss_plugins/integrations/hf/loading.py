@@ -135,6 +135,8 @@ def _pretrained(load: Any, key: str, name: str, **options: Any) -> Any:
         ConfigError: a path that does not exist, a file that is no GGUF, or what the loader refused.
         MissingDependencyError: a GGUF file without the gguf package.
     """
+    if not name.strip():
+        raise ConfigError(f"{key} is empty. Give a folder, a hub id or a .gguf file.")
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -157,7 +159,31 @@ def _pretrained(load: Any, key: str, name: str, **options: Any) -> Any:
         return load(source, **options)
     except Exception as error:  # the loaders raise OSError, ValueError, KeyError and the hub's own kinds
         what = "could not be loaded" if path.exists() else "could not be loaded from the Hugging Face Hub"
-        raise ConfigError(f"{key} {name!r} {what}: {one_line(error)}. Check the name.") from error
+        raise ConfigError(f"{key} {name!r} {what}: {one_line(error)}. {_advice(path, error)}") from error
+
+
+def _advice(path: Path, error: Exception) -> str:
+    """What to do about what a loader refused."""
+    if "ignore_mismatched_sizes" in str(error):
+        return "Its weights have other sizes than its config says: check that both are of the same model."
+    if not path.exists():
+        return "Check the name."
+    if path.is_file():
+        return "Check that the whole file was downloaded, and that this release of transformers knows its architecture."
+    if not (path / "adapter_config.json").is_file() or (path / "config.json").is_file():
+        return f"It has to be a folder that save_pretrained wrote, with all its files; it holds {_listed(path)}."
+    try:
+        base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    named = f", {base!r}" if base else ""
+    return f"It holds a PEFT adapter and no model: give the model that it was made for{named} (verify takes --adapter)."
+
+
+def _listed(path: Path, limit: int = 6) -> str:
+    names = sorted(entry.name for entry in path.iterdir())
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) + more) or "nothing"
 
 
 def _is_path(name: str) -> bool:
