@@ -124,8 +124,7 @@ class LossConfig:
 
     def _number(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or math.isinf(value):
+        if not is_number(value) or not low <= value <= high or math.isinf(value):
             raise ConfigError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}. Leave it out for 0.")
 
     def _list(self, name: str, of: str, good: Callable[[Any], bool]) -> None:
@@ -182,5 +181,10 @@ def _unquoted(name: Any) -> str:
     return " Put the name of what is meant there."
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is an int or a float; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import LossConfig
+from ..config import LossConfig, is_number
 from ..device import DeviceProfile
 from ..errors import ConfigError, PatchError, UnsupportedError
 from ..strategies import STRATEGIES, Problem, select
@@ -225,7 +225,14 @@ class PatchHandle:
             loss_only: True: no logits in evaluation either. False: always logits. None: no logits while training.
             label_smoothing: In place of the configuration's.
         """
-        if label_smoothing is not None and not 0 <= label_smoothing <= 1:
+        if token_weight is not None and not isinstance(token_weight, Tensor):
+            raise ConfigError(
+                f"token_weight must be a tensor with one weight a label, got {type(token_weight).__name__}. Leave it "
+                "out for none."
+            )
+        if loss_only is not None and not isinstance(loss_only, bool):
+            raise ConfigError(f"loss_only must be True, False or None, got {loss_only!r}. Leave it out for None.")
+        if label_smoothing is not None and not (is_number(label_smoothing) and 0 <= label_smoothing <= 1):
             raise ConfigError(
                 f"label_smoothing must be a number in [0, 1], got {label_smoothing!r}. Leave it out for none."
             )

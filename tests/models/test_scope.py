@@ -140,6 +140,20 @@ def test_scope_label_smoothing_overrides_the_configuration() -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"label_smoothing": "0.1"}, "label_smoothing must be a number in .*, got '0.1'"),
+        ({"token_weight": [[1.0]]}, "token_weight must be a tensor .* got list"),
+        ({"loss_only": "no"}, "loss_only must be True, False or None, got 'no'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(given: dict[str, Any], message: str) -> None:
+    handle = patch_model(make(), "chunked")
+    with pytest.raises(ConfigError, match=message), handle.scope(**given):
+        pass
+
+
 def test_loss_only() -> None:
     model, stock = twins()
     handle = patch_model(model, "cce")
