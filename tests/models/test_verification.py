@@ -22,8 +22,8 @@ def steep(factor: float) -> Any:
     return model
 
 
-def checked(model: Any) -> Any:
-    handle = patch_model(model, "cce")
+def checked(model: Any, config: Any = "cce") -> Any:
+    handle = patch_model(model, config)
 
     def compute(inputs: dict[str, Any], deferred: bool) -> Tensor:
         with handle.scope(loss_only=deferred):
@@ -46,3 +46,11 @@ def test_gradients_that_are_no_numbers_in_stock_are_said_to_be() -> None:
         VerificationError, match="gradients of the unpatched LlamaForCausalLM on the first batch are inf"
     ):
         checked(steep(float("nan")))
+
+
+def test_what_a_first_batch_cannot_be_checked_for_is_said() -> None:
+    with pytest.raises(VerificationError, match="depends on no parameter that trains"):
+        checked(make().train().requires_grad_(False))
+    filtered = {"loss_strategy": "cce", "loss_options": {"filter": 0.1}}
+    with pytest.raises(VerificationError, match=r"Try loss_strategy 'cce' with filter: off, .* or 'naive', see"):
+        checked(make().train(), filtered)

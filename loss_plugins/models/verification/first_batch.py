@@ -197,6 +197,11 @@ class _Check:
         moment.rewind()
         moment.forget_gradients()
         loss = self.compute(dict(self.batch), deferred).as_subclass(Tensor)
+        if not loss.requires_grad:
+            raise VerificationError(
+                f"loss_self_check was asked for, but the loss of {self.name} depends on no parameter that trains. "
+                "Unfreeze some of it, or leave it out."
+            )
         (loss * self.scale).backward()
         return loss.detach()
 
@@ -272,10 +277,13 @@ class _Check:
         more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
         strategy = self.handle.config.loss_strategy
         other = "naive" if strategy != "naive" else "chunked"
+        options = self.handle.config.loss_options or {}
+        if not isinstance(options.get("filter", ""), str | bool):  # a probability
+            other = f"{strategy}' with filter: off, which leaves nothing out on purpose, or '{other}"
         raise VerificationError(
             f"loss_self_check: with loss_strategy {strategy!r}, {self.name} differs from stock on {tokens} tokens of "
             f"the first batch, relatively: {listed}{more}. Tolerance: {allowed.words}. Nothing was trained. Try "
-            f"loss_strategy {other!r}, see which parts differ with loss-plugins verify, and report it; or leave "
+            f"loss_strategy '{other}', see which parts differ with loss-plugins verify, and report it; or leave "
             "loss_self_check out to train all the same."
         )
 
