@@ -156,15 +156,24 @@ class LossJob:
 
         head = self.head
         # of other classes or types: quantised, and perhaps packed when they are first called
-        unchanged = written_check(p for p in head.outer.parameters() if type(p) is Parameter and p.is_floating_point())
+        watched = [p for p in head.outer.parameters() if type(p) is Parameter and p.is_floating_point()]
+        unchanged = [written_check(watched)]
 
-        def call(rows: Tensor) -> Tensor:
-            unchanged()
+        def called(rows: Tensor) -> Tensor:
             # also in the backward, in a thread of autograd's
             with calling_for_real():
                 if head.way == "call":
                     return cast(Tensor, head.outer(rows))
                 return cast(Tensor, base_class(head.core).forward(head.core, rows))
+
+        def call(rows: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return called(rows)
+            unchanged[0]()
+            try:
+                return called(rows)
+            finally:  # some of PEFT's adapters write the weight for the time of the call
+                unchanged[0] = written_check(watched)
 
         return call
 
