@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from loss_plugins.cli.main import app
 from loss_plugins.models.conformance import Evidence, read_results
+from loss_plugins.models.conformance.releases import read_records
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -21,7 +22,17 @@ def run(*arguments: str, code: int = 0) -> str:
 def test_json_is_the_results() -> None:
     found = json.loads(run("--json"))
     assert found.pop("summary")["wrong"] == 0
+    assert found.pop("releases").keys() == read_records().keys()
+    for entry in found["classes"].values():
+        del entry["releases"]
     assert found == read_results()
+
+
+def test_other_releases_are_told_by_class() -> None:
+    found = json.loads(run("llama", "--json"))
+    assert found["classes"]["LlamaForCausalLM"]["releases"] == dict.fromkeys(read_records(), "fused")
+    assert all(release["statuses"]["wrong"] == 0 and release["tests"] for release in found["releases"].values())
+    assert "5.6, 5.20" in run("llama")
 
 
 def test_names_and_model_types_choose() -> None:

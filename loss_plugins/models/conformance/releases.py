@@ -28,7 +28,7 @@ def record_of(results: dict[str, Any], tests: str = "") -> dict[str, Any]:
         "batches": {kind: batches[kind] for kind in BATCHES},
         "loss_error": max((entry["loss_error"] for entry in classes.values()), default=0.0),
         "gradient_error": max((entry["gradient_error"] for entry in classes.values()), default=0.0),
-        "tests": tests,
+        "tests": tests.strip(" ="),
         "classes": {name: _short(entry) for name, entry in classes.items()},
     }
 
