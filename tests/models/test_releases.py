@@ -55,7 +55,7 @@ def test_records_in_the_repository_are_good(release: str) -> None:
     assert " failed" not in record["tests"]
     assert " passed" in record["tests"]
     assert record["statuses"]["fused"] >= 0.95 * len(record["classes"])
-    assert record["batches"]["mixed"] >= 60
+    assert record["batches"]["mixed"] >= 50  # 5.6 has fewer classes that see images
 
 
 def test_records_are_of_the_oldest_release_supported_to_the_one_of_the_results() -> None:
