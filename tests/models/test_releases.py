@@ -18,7 +18,9 @@ def made(transformers: str, date: str = "2026-01-02") -> dict[str, Any]:
         "A": {"status": "fused", "loss_error": 1e-16, "gradient_error": 2e-16, "batches": ["text", "mixed"]},
         "B": {"status": "not run", "reason": "stock | fails", "loss_error": 0.0, "gradient_error": 0.0},
     }
-    return record_of({"date": date, "transformers": transformers, "torch": "2.13.0", "classes": entries}, "== 9 passed ==")
+    return record_of(
+        {"date": date, "transformers": transformers, "torch": "2.13.0", "classes": entries}, "== 9 passed =="
+    )
 
 
 def test_record_keeps_what_a_release_is_judged_by() -> None:
