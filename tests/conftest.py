@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +39,45 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what this machine cannot run."""
     config.hook.pytest_deselected(items=[item for item in items if not runs_here(item)])
     items[:] = [item for item in items if runs_here(item)]
+
+
+@pytest.fixture(scope="session")
+def two_processes() -> Callable[[Path, Path], dict[str, Any]]:
+    """Runs a worker ``(store, rank)`` twice, and returns the lines of JSON that the first one printed, by their "case"."""
+
+    def run(worker: Path, store: Path) -> dict[str, Any]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        started = [
+            subprocess.Popen(
+                [sys.executable, worker.name, str(store), str(rank)], cwd=worker.parent, env=environment, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=200) for process in started]
+        assert [process.returncode for process in started] == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
+        return {line["case"]: line for line in map(json.loads, said[0][0].splitlines())}
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., None]:
+    """Runs a script in two processes of torch's own launcher, on a CPU."""
+
+    def run(script: Path, *arguments: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}", str(script),
+             *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+            timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +14,9 @@ from loss_plugins import LossPluginTrainer
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def result(tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., None]) -> Any:
     folder = tmp_path_factory.mktemp("ddp")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).parent / "ddp_run.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+    torchrun(Path(__file__).parent / "ddp_run.py", str(folder))
     return json.loads((folder / "result.json").read_text())
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +14,9 @@ RUNS = [f"{case}, cce" for case in CASES] + [f"llama, {name}" for name in ("flce
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory, two_processes: Callable[..., Any]) -> dict[str, Any]:
     """What the two processes found, by case."""
-    store = tmp_path_factory.mktemp("tensor_parallel") / "store"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "tensor_parallel_worker.py", str(store), str(rank)], cwd=HERE, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=200) for process in started]
-    assert [process.returncode for process in started] == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
-    return {line["case"]: line for line in map(json.loads, said[0][0].splitlines())}
+    return two_processes(HERE / "tensor_parallel_worker.py", tmp_path_factory.mktemp("tensor_parallel") / "store")
 
 
 @pytest.mark.parametrize("case", [*RUNS, "llama, cce, torch"])

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from ...config import LossConfig
 from ...errors import ConfigError
-from ..hf.keys import refuse_misspelled
+from ..hf.keys import refuse_misspelled, refuse_switched_on
 from .plugin import config_of
 
 LOSSES = ("cut_cross_entropy", "chunked_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
@@ -43,12 +43,8 @@ def check(values: Mapping[str, Any], known: Any) -> LossConfig | None:
     for name in values.get("plugins") or ():  # its switch is on unless it is turned off
         if str(name).endswith("CutCrossEntropyPlugin") and values.get("cut_cross_entropy") is None:
             raise ConfigError(_two_losses(config, f"- {name}"))
-    for key in LOGIT_LOSSES:
-        if values.get(key):
-            raise ConfigError(
-                f"{key} is on, and loss_strategy {config.loss_strategy!r} was asked for: that loss is computed from "
-                f"whole logits, and the model is given no labels. Delete the line `{key}: true`, or our loss_ keys."
-            )
+    whole = "that loss is computed from whole logits, and the model is given no labels."
+    refuse_switched_on(values, LOGIT_LOSSES, config, whole)
     for key in OTHER_TRAINERS:
         if values.get(key):
             raise ConfigError(

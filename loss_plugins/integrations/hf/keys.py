@@ -59,6 +59,20 @@ def refuse_misspelled(keys: Iterable[str], known: Collection[str]) -> None:
             raise ConfigError(unknown_name("loss setting", str(key), LossConfig.names()))
 
 
+def refuse_switched_on(values: Mapping[str, Any], keys: Iterable[str], config: LossConfig, why: str) -> None:
+    """For a framework's own switches that leave our loss nothing to do.
+
+    Raises:
+        ConfigError: one of ``keys`` is on.
+    """
+    for key in keys:
+        if values.get(key):
+            raise ConfigError(
+                f"{key} is on, and loss_strategy {config.loss_strategy!r} was asked for: {why} Delete the line "
+                f"`{key}: true`, or our loss_ keys."
+            )
+
+
 def _plain(value: Any) -> Any:
     """Dictionaries of frameworks answer for keys that they do not have."""
     if isinstance(value, Mapping):

@@ -12,7 +12,7 @@ import yaml
 from ...config import LossConfig
 from ...errors import ConfigError, MissingDependencyError
 from ..hf.callback import LossPluginCallback
-from ..hf.keys import checked_config, own_keys
+from ..hf.keys import checked_config, own_keys, refuse_switched_on
 
 Arguments = dict[str, Any] | list[str]
 
@@ -95,19 +95,10 @@ def refuse(values: Mapping[str, Any], config: LossConfig) -> None:
             f"LLaMA-Factory takes whole logits from the model and computes its loss itself. The stages that ask the "
             f"model for its loss are {' and '.join(STAGES)}; delete our loss_ keys for another."
         )
-    for key in LOGIT_LOSSES:
-        if values.get(key):
-            raise ConfigError(
-                f"{key} is on, and loss_strategy {config.loss_strategy!r} was asked for: that loss is computed from "
-                f"whole logits, which no loss strategy makes. Delete the line `{key}: true`, or our loss_ keys."
-            )
-    for key in OTHER_MODELS:
-        if values.get(key):
-            raise ConfigError(
-                f"{key} is on, and loss_strategy {config.loss_strategy!r} was asked for: it brings a loss or a trainer "
-                f"of its own, past which loss_plugins is never called. Delete the line `{key}: true`, or our loss_ "
-                "keys."
-            )
+    whole = "that loss is computed from whole logits, which no loss strategy makes."
+    refuse_switched_on(values, LOGIT_LOSSES, config, whole)
+    past = "it brings a loss or a trainer of its own, past which loss_plugins is never called."
+    refuse_switched_on(values, OTHER_MODELS, config, past)
     if values.get("enable_liger_kernel"):
         raise ConfigError(
             f"enable_liger_kernel is on, and loss_strategy {config.loss_strategy!r} was asked for: LLaMA-Factory turns "
