@@ -109,7 +109,7 @@ class DeferredLogits(StandIn):
         dtype: torch.dtype | None = None,
         detached: bool = False,
     ) -> DeferredLogits:
-        return DeferredLogits(
+        return type(self)(
             self.frame,
             self.head,
             self.hidden if hidden is None else hidden,

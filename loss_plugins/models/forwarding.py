@@ -47,7 +47,7 @@ def _run(
     scope = Scope() if handle is None else _scope_of(handle, model)
     if handle is not None and handle.liger is not None and not torch.compiler.is_compiling():
         handle.liger.check(model)
-    if handle is None or not handle.active or not _is_wanted(base, args, kwargs) or not _defers(model, scope):
+    if handle is None or not handle.active or not _is_wanted(base, args, kwargs, scope) or not _defers(model, scope):
         frame = current()
         if frame is None or frame.model is not model:
             return call(model, *args, **kwargs)
@@ -90,6 +90,8 @@ def _job_past_instance_forward(head: nn.Module, job: Any, hidden: Tensor) -> Any
 
 
 def _defers(model: nn.Module, scope: Scope) -> bool:
+    if scope.leaving:
+        return True
     return model.training if scope.loss_only is None else scope.loss_only
 
 
@@ -103,10 +105,11 @@ def _scope_of(handle: PatchHandle, model: nn.Module) -> Scope:
     return Scope()
 
 
-def _is_wanted(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the forward is given something to compute a loss with. Returns no tensor: where Dynamo breaks the model's
-    graph it traces this by itself, and would make a graph that does nothing but return it."""
-    return _labels(base, args, kwargs) is not None or kwargs.get("shift_labels") is not None
+def _is_wanted(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> bool:
+    """Whether the forward is given something to compute a loss with, or its logits are for somebody who will. Returns
+    no tensor: where Dynamo breaks the model's graph it traces this by itself, and would make a graph that does nothing
+    but return it."""
+    return bool(scope.leaving) or _labels(base, args, kwargs) is not None or kwargs.get("shift_labels") is not None
 
 
 def _labels(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,14 @@ class Scope(NamedTuple):
     token_weight: Tensor | None = None
     loss_only: bool | None = None
     label_smoothing: float | None = None
+    leaving: bool | None = None
+
+
+class _Forgotten(list[StandIn]):
+    """Keeps nothing: what is derived from logits that have left would live as long as they."""
+
+    def append(self, record: StandIn) -> None:
+        pass
 
 
 class Frame:
@@ -46,6 +55,7 @@ class Frame:
         entered: Whether the model's own forward has begun. False between an overriding ``__call__`` and it.
         losses: How many losses were computed from deferred logits.
         records: All stand-ins of this forward, for in-place writes, which must reach those they alias.
+        left: Whether the forward is over and its deferred logits live on.
     """
 
     def __init__(
@@ -53,6 +63,8 @@ class Frame:
     ) -> None:
         self.model, self.handle, self.heads, self.scope, self.labels = model, handle, heads, scope, labels
         self.entered = False
+        self.left = False
+        self.autocast: tuple[str, torch.dtype] | None = None
         self.losses = 0
         self.records: list[StandIn] = []
 
@@ -68,7 +80,8 @@ class Frame:
         device, dtype = hidden.device.type, hidden.dtype
         if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
-        logits = DeferredLogits(self, head, hidden, vocab, dtype)
+            self.autocast = device, dtype
+        logits = self._kind()(self, head, hidden, vocab, dtype)
         if head.way == "real":
             logits.materialise(head.why)
         return logits
@@ -80,9 +93,26 @@ class Frame:
             logits: Tensor = head.outer(hidden)
         return logits
 
+    def as_it_was(self) -> contextlib.AbstractContextManager[Any]:
+        """The autocast of the forward, for what is computed of its logits after they have left it."""
+        if not self.left or self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.autocast[0], dtype=self.autocast[1])
+
+    def _kind(self) -> type[DeferredLogits]:
+        if not self.scope.leaving:
+            return DeferredLogits
+        from .leaving import LeavingLogits
+
+        return LeavingLogits
+
     def close(self, output: Any) -> Any:
         """The forward's output without deferred logits in it. Each is replaced by its real tensor where there is one,
         and by None where there is not: its place in the output stays. Without any loss nothing is taken away."""
+        if self.scope.leaving:
+            self.records.clear()
+            self.records, self.left = _Forgotten(), True
+            return output
         records, self.records = self.records, []
         if self.losses == 0 and _has_loss(output):
             asked = self.handle.extras(self.scope)

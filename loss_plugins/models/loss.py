@@ -38,7 +38,7 @@ class CrossEntropyCall:
 
 def consume(logits: DeferredLogits, call: CrossEntropyCall) -> Any:
     """The loss, or NotImplemented where only real logits and torch's own function can tell what is meant."""
-    frame, head, target = logits.frame, logits.head, call.target
+    frame, target = logits.frame, call.target
     frame.losses += 1
     plain = (
         isinstance(target, Tensor) and not target.is_floating_point() and target.dim() == 1
@@ -54,11 +54,16 @@ def consume(logits: DeferredLogits, call: CrossEntropyCall) -> Any:
     target = frame.handle.counts.add_loss(target)
     for listener in frame.handle.before_loss:
         listener()
-    job = LossJob(logits, target, arguments)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
+    return run_job(logits, LossJob(logits, target, arguments))
+
+
+def run_job(logits: DeferredLogits, job: LossJob) -> Tensor:
+    """Call the head of ``logits``, shape ``[N, V]``, with ``job`` in place of making them."""
+    head = logits.head
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached), logits.frame.as_it_was():
         if head.way == "call":
             return job.run(logits.hidden)
-        returned = head.outer(logits.hidden, **{JOB: job})
+        returned: Tensor = head.outer(logits.hidden, **{JOB: job})
     # an idle adapter casts what it returns to the type of the hidden states
     return returned if job.loss is None or returned.dtype == job.loss.dtype else job.loss
 
@@ -67,13 +72,29 @@ class LossJob:
     """One loss, computed by the head when it is called with this.
 
     No dataclass: FSDP1 copies those when they are arguments.
+
+    Args:
+        logits: Shape ``[N, V]``.
+        target: Shape ``[N]``.
+        arguments: Of the strategies' functions.
+        records: Whether its tokens go into the statistics.
+        tells: Whether memory meters hear of its backward.
     """
 
-    def __init__(self, logits: DeferredLogits, target: Tensor, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        logits: DeferredLogits,
+        target: Tensor,
+        arguments: dict[str, Any],
+        records: bool = True,
+        tells: bool = True,
+    ) -> None:
+        self.records, self.tells = records, tells
         self.frame, self.steps, self.vocab = logits.frame, logits.steps, logits.vocab
         self.head, self.core = logits.head, logits.head.core
         self.target, self.arguments = target, arguments
         self.loss: Tensor | None = None
+        self.output: LossOutput | None = None
 
     def run(self, hidden: Tensor) -> Tensor:
         """The loss of ``hidden``, shape ``[N, H]``. Runs inside the head's call, where its weight is whole."""
@@ -178,11 +199,25 @@ class LossJob:
         return call
 
     def _done(self, output: LossOutput, hidden: Tensor, weight: Tensor | None) -> Tensor:
-        _record_statistics(self.frame, output, self.target, self.arguments["ignore_index"])
-        if self.frame.handle.after_loss_backward:
+        if self.records:
+            _record_statistics(self.frame, output, self.target, self.arguments["ignore_index"])
+        if self.tells and self.frame.handle.after_loss_backward:
             _tell_when_backward_is_done(self.frame, self.head, output.loss, hidden, weight)
-        self.loss = output.loss
+        self.loss, self.output = output.loss, output
         return self.loss
+
+
+def plain_arguments(fields: tuple[str, ...]) -> dict[str, Any]:
+    """What a `LossJob` is given for the loss of each label, with nothing added to it."""
+    return {
+        "fields": fields,
+        "ignore_index": -100,
+        "reduction": "none",
+        "label_smoothing": 0.0,
+        "z_loss": 0.0,
+        "class_weight": None,
+        "token_weight": None,
+    }
 
 
 def _arguments(frame: Frame, call: CrossEntropyCall, vocab: int) -> dict[str, Any]:

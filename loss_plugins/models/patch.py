@@ -217,6 +217,7 @@ class PatchHandle:
         token_weight: Tensor | None = None,
         loss_only: bool | None = None,
         label_smoothing: float | None = None,
+        leaving: bool | None = None,
     ) -> Iterator[None]:
         """For the forwards inside; what is None stays as an outer scope has it.
 
@@ -224,6 +225,8 @@ class PatchHandle:
             token_weight: One weight a label, shape of the batch's labels, multiplied into each token's loss.
             loss_only: True: no logits in evaluation either. False: always logits. None: no logits while training.
             label_smoothing: In place of the configuration's.
+            leaving: True: deferred logits are returned, with and without labels, for whoever takes log-probabilities
+                of them, see `leaving`.
         """
         if token_weight is not None and not isinstance(token_weight, Tensor):
             raise ConfigError(
@@ -242,6 +245,7 @@ class PatchHandle:
             "token_weight": token_weight,
             "loss_only": loss_only,
             "label_smoothing": label_smoothing,
+            "leaving": leaving,
         }
         scope = outer._replace(**{key: value for key, value in given.items() if value is not None})
         set_scopes((*before, (self, scope)))
