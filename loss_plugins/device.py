@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .npu import Npu, has_ascend_triton
+
 GPUS = ("cuda", "rocm", "xpu")
-"""Kinds of device that Triton knows."""
+"""Kinds of device that Triton knows. For an NPU there is another Triton, triton-ascend, with kernels of its own."""
 TRITON_CAPABILITY = (8, 0)
 """The oldest CUDA GPU that Triton compiles for and its authors test."""
 TILE_BYTES = 64 << 10
@@ -24,10 +26,12 @@ class DeviceProfile:
         name: The vendor's name of the device, or ``cpu``.
         capability: CUDA's (major, minor), ``(0, 0)`` elsewhere.
         total_bytes: Memory of the device; 0 where it is not known.
-        has_triton: A Triton that can be imported (not whether it can launch here; see `can_triton`).
+        has_triton: A Triton that can be imported (not whether it can launch here; see `can_triton`), triton-ascend
+            excepted.
         interpreted: Triton runs under its interpreter (``TRITON_INTERPRET=1``), as it does in tests on a CPU.
         architecture: ROCm's name of it, such as ``gfx942``; empty elsewhere.
         shared_bytes: Shared memory that one program may take; 0 where it is not known.
+        npu: What else is known of an NPU; None elsewhere.
     """
 
     kind: str
@@ -38,12 +42,13 @@ class DeviceProfile:
     interpreted: bool = False
     architecture: str = ""
     shared_bytes: int = 0
+    npu: Npu | None = None
 
     @classmethod
     def probe(cls, device: torch.device | str) -> DeviceProfile:
         """The profile of a device that tensors lie on. Reads facts only: nothing is allocated or synchronised."""
         device = torch.device(device)
-        triton = importlib.util.find_spec("triton") is not None
+        triton = importlib.util.find_spec("triton") is not None and not has_ascend_triton()
         interpreted = triton and _interpreting()
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
@@ -62,7 +67,29 @@ class DeviceProfile:
         if device.type == "xpu":
             xpu = torch.xpu.get_device_properties(device)
             return cls("xpu", xpu.name, total_bytes=xpu.total_memory, has_triton=triton, interpreted=interpreted)
+        if device.type == "npu":
+            return _npu_profile(device, triton, interpreted)
         return cls(device.type, device.type, has_triton=triton, interpreted=interpreted)
+
+    @property
+    def ascend_obstacle(self) -> str | None:
+        """Why no kernel of triton-ascend can be launched on tensors of this device, or None."""
+        if self.kind != "npu":
+            return f"they run on an Ascend NPU, and this is a {self.kind} device"
+        if self.npu is None:
+            return "nothing is known about this NPU"
+        return self.npu.obstacle or None
+
+    def native_obstacle(self, *operators: str) -> str | None:
+        """Why torch_npu's own operators cannot be called on tensors of this device, or None."""
+        if self.kind != "npu":
+            return f"they are torch_npu's, and this is a {self.kind} device"
+        known = self.npu.operators if self.npu is not None else ()
+        missing = [name for name in operators if name not in known]
+        if not missing:
+            return None
+        version = (self.npu.torch_npu if self.npu is not None else "") or "of unknown version"
+        return f"torch_npu {version} has no {' and no '.join(missing)}"
 
     @property
     def can_triton(self) -> bool:
@@ -91,6 +118,18 @@ class DeviceProfile:
         return None
 
 
+def _npu_profile(device: torch.device, triton: bool, interpreted: bool) -> DeviceProfile:
+    module, index = torch.get_device_module(device), device.index or 0
+    npu = Npu.probe(module, getattr(torch.ops, "npu", None), index)
+    try:
+        total = int(module.get_device_properties(index).total_memory)
+    except Exception:  # it is a number for tables only
+        total = 0
+    return DeviceProfile(
+        "npu", npu.chip or "npu", total_bytes=total, has_triton=triton, interpreted=interpreted, npu=npu
+    )
+
+
 def _interpreting() -> bool:
     """Whether Triton would interpret. It reads the same variable at each kernel's definition."""
     import os
@@ -101,10 +140,11 @@ def _interpreting() -> bool:
 def free_bytes(device: torch.device | str) -> int | None:
     """Memory that could still be allocated on ``device`` in bytes, or None where it cannot be asked without a sync.
 
-    On CUDA this counts what the caching allocator holds but does not use.
+    This counts what the caching allocator holds but does not use.
     """
     device = torch.device(device)
-    if device.type != "cuda":
+    if device.type not in ("cuda", "npu"):
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device) - module.memory_allocated(device))

@@ -313,6 +313,7 @@ def test_library_does_not_print(path: Path) -> None:
 # variable -> the files that may read it, and why
 ENVIRONMENT = {
     "TRITON_INTERPRET": {"loss_plugins/device.py"},  # Triton's own switch, which decides whether it can launch
+    "ASCEND_HOME_PATH": {"loss_plugins/npu.py"},  # how CANN's set_env.sh tells where it is
     # a machine's measurements, as Triton's own cache is: they change no result
     "LOSS_PLUGINS_TUNED": {"loss_plugins/kernels/triton/tuning.py"},
     "XDG_CACHE_HOME": {"loss_plugins/kernels/triton/tuning.py"},

@@ -17,12 +17,14 @@ def env(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> No
     if as_json:
         show_json(found)
         return
-    device = found["device"]
+    device = dict(found["device"])
+    npu = device.pop("npu", {})
     rows = [*found["versions"].items(), ("system", found["system"]), ("cpu", found["cpu"])]
     if "ram_bytes" in found:
         rows.append(("memory", human_bytes(found["ram_bytes"])))
     if "total_bytes" in device:
         device |= {"total_bytes": human_bytes(device["total_bytes"])}
     rows += [(f"device {key}", str(value)) for key, value in device.items()]
+    rows += [(f"NPU {key}", ", ".join(value) if key == "operators" else str(value)) for key, value in npu.items()]
     rows.append(("Triton can launch", "yes" if found["triton_can_launch"] else "no"))
     show_table("Environment", ("what", "value"), rows)

@@ -13,8 +13,8 @@ from .. import __version__
 from ..device import DeviceProfile
 
 _PACKAGES = (
-    "torch", "triton", "transformers", "accelerate", "peft", "trl", "datasets", "tokenizers", "gguf", "liger-kernel",
-    "cut-cross-entropy",
+    "torch", "triton", "torch_npu", "triton-ascend", "transformers", "accelerate", "peft", "trl", "datasets",
+    "tokenizers", "gguf", "liger-kernel", "cut-cross-entropy",
 )  # fmt: skip
 
 
@@ -40,12 +40,18 @@ def best_device() -> str:
 def report() -> dict[str, Any]:
     """Versions, system, and the facts of the device that a Trainer would use. Facts that are not known are left out."""
     profile = DeviceProfile.probe(best_device())
-    device = {key: value for key, value in asdict(profile).items() if value not in (0, "", (0, 0)) or value is False}
+    device = _known(asdict(profile))
+    if profile.npu is not None:
+        device["npu"] = _known(asdict(profile.npu))
     found: dict[str, Any] = {"versions": versions(), "system": platform.platform()}
     found |= {"cpu": f"{cpu_name()}, {os.cpu_count()} threads"}
     if ram := ram_bytes():
         found["ram_bytes"] = ram
     return found | {"device": device, "triton_can_launch": profile.can_triton}
+
+
+def _known(facts: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if value not in (0, "", (0, 0), (), None) or value is False}
 
 
 def cpu_name() -> str:

@@ -66,6 +66,8 @@ class Problem:
     """Every entry of the logits' gradient counts (label smoothing, a bias that is trained): no filter may thin it."""
     triton: bool = False
     """Triton kernels compute wherever the options leave that open, see `on`."""
+    ascend: bool = False
+    """Likewise triton-ascend's kernels on an NPU."""
     bulk_copies: bool = False
     """The GPU is a Hopper or later, whose Triton kernels filter and make flce in one pass, see `on`."""
 
@@ -73,7 +75,9 @@ class Problem:
         """The same on a device, so that `peak_bytes` can tell whose kernels will run there."""
         on_gpu = profile.can_triton and not profile.interpreted
         bulk_copies = on_gpu and profile.kind == "cuda" and profile.capability >= (9, 0)
-        return replace(self, triton=on_gpu and self.dtype != torch.float64, bulk_copies=bulk_copies)
+        ascend = profile.ascend_obstacle is None
+        wide = self.dtype == torch.float64
+        return replace(self, triton=on_gpu and not wide, ascend=ascend and not wide, bulk_copies=bulk_copies)
 
     @property
     def is_filterable(self) -> bool:

@@ -11,7 +11,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..kernels import ops
 from ._api import Reduction, compute, no_rows
 from ._base import LossOutput, Problem, RowLoss, Rows
-from ._options import backend_for, check_kernels, no_triton
+from ._options import backend_for, cannot_run, check_kernels
 from ._select import profile_of
 from ._validate import check_arguments, check_fields
 
@@ -49,7 +49,7 @@ def cross_entropy(
         inplace: Let the backward write the gradient over the logits, which nobody may read after it. Allowed where they
             are another operation's result. Autograd raises where that operation, or another loss, still needs them, and
             so does a second backward. Under ``torch.compile``, which plans memory itself, it changes nothing.
-        kernels: ``auto`` (Triton wherever it can launch), ``torch`` or ``triton``.
+        kernels: ``auto`` (Triton or triton-ascend wherever one can launch), ``torch``, ``triton`` or ``ascend``.
 
     The other arguments, and what is returned, are `linear_cross_entropy`'s.
 
@@ -101,7 +101,7 @@ def cross_entropy_stats(
 
     def run(rows: Rows) -> RowLoss:
         profile = profile_of(logits.device)
-        why_not = no_triton(kernels, Problem(rows.labels.shape[0], 0, rows.vocab, rows.accumulator), profile)
+        why_not = cannot_run(kernels, Problem(rows.labels.shape[0], 0, rows.vocab, rows.accumulator), profile)
         if why_not is not None:
             raise UnsupportedError(f"The cross-entropy cannot run here: {why_not}. Use kernels='auto'.")
         if rows.labels.shape[0] == 0:

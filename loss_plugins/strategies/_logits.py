@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,19 +30,32 @@ def transform(rows: Rows, logits: Tensor) -> Tensor:
     return logits
 
 
-def loss_from_logits(rows: Rows, logits: Tensor, labels: Tensor, row_scale: Tensor) -> tuple[Tensor, ...]:
+def loss_from_logits(
+    rows: Rows,
+    logits: Tensor,
+    labels: Tensor,
+    row_scale: Tensor,
+    nll_of: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> tuple[Tensor, ...]:
     """(scaled loss, nll, lse, entropy, predicted) of some rows; unasked fields are empty, and all detached except
-    ``nll`` and ``lse`` of a shard."""
+    ``nll`` and ``lse`` of a shard.
+
+    ``nll_of`` is a cross-entropy in place of torch's: of logits, labels, and which of those count; without smoothing.
+    """
     class_weight = None if rows.class_weight is None else rows.class_weight.to(logits.dtype)
-    loss = F.cross_entropy(
-        logits,
-        labels,
-        class_weight,
-        ignore_index=rows.ignore_index,
-        reduction="none",
-        label_smoothing=rows.label_smoothing,
-    )
     valid = labels != rows.ignore_index
+    if nll_of is not None:
+        loss = nll_of(logits, labels, valid)
+        loss = loss if class_weight is None else loss * class_weight[torch.where(valid, labels, 0)]
+    else:
+        loss = F.cross_entropy(
+            logits,
+            labels,
+            class_weight,
+            ignore_index=rows.ignore_index,
+            reduction="none",
+            label_smoothing=rows.label_smoothing,
+        )
     if rows.z_loss:
         loss = loss + rows.z_loss * torch.where(valid, logits.logsumexp(1), 0.0).square()
     loss = loss * row_scale

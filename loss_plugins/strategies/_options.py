@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,10 @@ def parse_options(strategy: str, schema: type[T], given: Mapping[str, Any] | Non
                     f"loss_options has {name!r}, but strategy {strategy!r} takes no options. Remove it, or choose "
                     "another strategy."
                 )
-            raise ConfigError(f"{unknown_name(f'option of strategy {strategy!r}:', str(name), known)}")
+            said = unknown_name(f"option of strategy {strategy!r}:", str(name), known)
+            if name == "backend" and "kernels" in known:
+                said = f"loss_options has 'backend', which is called kernels here. Write kernels: {given[name]}."
+            raise ConfigError(said)
     return schema(**given)
 
 
@@ -46,20 +49,27 @@ def check_workspace(value: Any) -> None:
         )
 
 
-def check_kernels(value: Any) -> None:
-    """``kernels`` as every strategy with a choice of them understands it."""
-    if value not in ("auto", "torch", "triton"):
-        raise ConfigError(unknown_name("value of kernels:", str(value), ("auto", "torch", "triton")))
+KERNELS = ("auto", "torch", "triton", "ascend")
 
 
-def no_triton(kernels: str, problem: Problem, profile: DeviceProfile) -> str | None:
-    """Why Triton kernels that were asked for cannot run, or None."""
-    if kernels != "triton":
+def check_kernels(value: Any, known: Sequence[str] = KERNELS) -> None:
+    """``kernels`` as a strategy with a choice of them understands it."""
+    if value not in known:
+        raise ConfigError(unknown_name("value of kernels:", str(value), known))
+
+
+def cannot_run(kernels: str, problem: Problem, profile: DeviceProfile) -> str | None:
+    """Why Triton's or triton-ascend's kernels that were asked for cannot run, or None."""
+    if kernels not in ("triton", "ascend"):
         return None
-    if profile.triton_obstacle:
-        return f"kernels='triton' was asked for, but {profile.triton_obstacle}"
+    obstacle = profile.triton_obstacle if kernels == "triton" else profile.ascend_obstacle
+    if obstacle and profile.kind == "npu":
+        other = "kernels='ascend' are those for it, and " if kernels == "triton" else ""
+        return f"kernels={kernels!r} was asked for, but {obstacle}; {other}`loss-plugins doctor` says what to install"
+    if obstacle:
+        return f"kernels={kernels!r} was asked for, but {obstacle}"
     if problem.dtype == torch.float64:
-        return "kernels='triton' was asked for, but the Triton kernels have no float64"
+        return f"kernels={kernels!r} was asked for, but the {kernels.title()} kernels have no float64"
     return None
 
 
@@ -68,14 +78,24 @@ def on_triton(kernels: str, problem: Problem) -> bool:
     return (kernels == "triton" or (kernels == "auto" and problem.triton)) and problem.dtype != torch.float64
 
 
+def on_ascend(kernels: str, problem: Problem) -> bool:
+    """Whether triton-ascend's kernels are those whose memory counts."""
+    return (kernels == "ascend" or (kernels == "auto" and problem.ascend)) and problem.dtype != torch.float64
+
+
 def backend_for(kernels: str, profile: DeviceProfile, dtype: torch.dtype | None = None) -> str:
-    """The folder of kernels that computes: what was asked for, or Triton wherever it can launch for real.
+    """The folder of kernels that computes: what was asked for, or Triton or triton-ascend where one can really launch.
 
     Raises:
         ConfigError: Triton computes, and the user's file of tiles cannot be read.
     """
-    can = profile.can_triton and not profile.interpreted and dtype != torch.float64
-    chosen = kernels if kernels != "auto" else "triton" if can else "torch"
+    chosen = kernels
+    if kernels == "auto":
+        chosen = "torch"
+        if dtype != torch.float64 and profile.can_triton and not profile.interpreted:
+            chosen = "triton"
+        elif dtype != torch.float64 and profile.ascend_obstacle is None:
+            chosen = "ascend"
     if chosen == "triton" and profile.can_triton:
         kind = "interpreter" if profile.interpreted else profile.kind
         wrong = _tiles_problem(kind, profile.name, profile.capability, profile.architecture)

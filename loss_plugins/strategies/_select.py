@@ -49,8 +49,11 @@ class Plan:
     def describe(self, profile: DeviceProfile) -> str:
         words = f"{self.strategy.name} ({self.strategy.kernels(profile, self.options)} kernels): {self.reason}"
         # on a CPU nobody expects them
-        if profile.kind in GPUS and profile.triton_obstacle and hasattr(self.options, "kernels"):
-            words += f"; no Triton kernels: {profile.triton_obstacle}"
+        if getattr(self.options, "kernels", None) == "auto":
+            if profile.kind in GPUS and profile.triton_obstacle:
+                words += f"; no Triton kernels: {profile.triton_obstacle}"
+            elif profile.kind == "npu" and profile.ascend_obstacle:
+                words += f"; no Ascend kernels: {profile.ascend_obstacle}"
         for name, why in self.passed_over:
             words += f"; not {name}: {why}"
         return words

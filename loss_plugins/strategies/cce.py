@@ -16,8 +16,18 @@ import torch
 
 from ..device import DeviceProfile
 from ..errors import ConfigError, unknown_name
+from . import _native
 from ._base import FEWEST_ROWS, Problem, RowLoss, Rows
-from ._options import backend_for, check_kernels, check_workspace, no_triton, on_triton, workspace_bytes
+from ._options import (
+    KERNELS,
+    backend_for,
+    cannot_run,
+    check_kernels,
+    check_workspace,
+    on_ascend,
+    on_triton,
+    workspace_bytes,
+)
 from ._recompute import recomputed, triton_bytes
 
 AUTO_FILTER = 2.0**-12
@@ -49,7 +59,13 @@ class CceOptions:
     workspace_mb: float | None = field(
         default=None, metadata={"help": "Mebibytes that a tile may take. Default: a 32nd of all logits, 4 to 128."}
     )
-    kernels: str = field(default="auto", metadata={"help": "auto, torch or triton."})
+    kernels: str = field(
+        default="auto",
+        metadata={
+            "help": "auto, torch, triton, ascend (triton-ascend's, on an NPU), or native (torch_npu's own fused "
+            "operator: half types, and nothing but the plain loss)."
+        },
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.preset, str) or self.preset not in PRESETS:
@@ -68,7 +84,12 @@ class CceOptions:
                 "Leave one of them out."
             )
         check_workspace(self.workspace_mb)
-        check_kernels(self.kernels)
+        check_kernels(self.kernels, (*KERNELS, "native"))
+        if self.kernels == "native" and self.is_filter_asked:
+            raise ConfigError(
+                f"kernels='native' and filter={self.filter!r} were both asked for, and torch_npu's operator leaves "
+                "nothing out. Leave one of them out."
+            )
 
     @property
     def thresholds(self) -> tuple[float, float]:
@@ -91,13 +112,25 @@ class Cce:
     def check(self, problem: Problem, profile: DeviceProfile, options: CceOptions) -> str | None:
         if problem.module:
             return "the head is a module that must be called, and cce needs its weight"
-        return no_triton(options.kernels, problem, profile)
+        if options.kernels == "native":
+            return _native.cannot_run(problem, profile)
+        return cannot_run(options.kernels, problem, profile)
 
     def peak_bytes(self, problem: Problem, options: CceOptions) -> int:
         if on_triton(options.kernels, problem):
             asked = options.is_filter_asked and problem.bulk_copies and problem.dtype.itemsize == 2
             marks = (problem.is_filterable or asked) and any(options.thresholds) and problem.rows >= FEWEST_ROWS
             return triton_bytes(problem, self.tile_bytes(problem, options), marks)
+        if on_ascend(options.kernels, problem):
+            from ..kernels.ascend import memory
+
+            return memory.cce_bytes(
+                problem.rows, problem.hidden, problem.vocab, problem.dtype.itemsize,
+                (problem.weight_dtype or problem.dtype).itemsize, self.tile_bytes(problem, options),
+                problem.needs_hidden, problem.needs_weight, options.is_filter_asked,
+            )  # fmt: skip
+        if options.kernels == "native":
+            return _native.peak_bytes(problem)
         size = problem.accumulator.itemsize
         tile = min(self.tile_bytes(problem, options), problem.logits_bytes)
         peak = problem.gradient_bytes + tile * 3
@@ -118,7 +151,8 @@ class Cce:
         """(forward, backward): the folders of kernels that compute here."""
         backend = backend_for(options.kernels, profile, dtype)
         # what was asked for by number is left out, by torch's kernels where Triton's cannot
-        return backend, "torch" if options.is_filter_asked and not _marks(backend, profile, dtype) else backend
+        marks = backend == "ascend" or _marks(backend, profile, dtype)
+        return backend, "torch" if options.is_filter_asked and not marks else backend
 
     def kernels(self, profile: DeviceProfile, options: CceOptions) -> str:
         forward, backward = self.backends(profile, options)
@@ -126,6 +160,8 @@ class Cce:
 
     def __call__(self, rows: Rows, options: CceOptions, profile: DeviceProfile) -> RowLoss:
         problem = rows.problem()
+        if options.kernels == "native":
+            return _native.row_loss(rows)
         forward, backward = self.backends(profile, options, rows.dtype)
         filter_hidden, filter_weight = self._filters(rows, problem, options, _marks(backward, profile, rows.dtype))
         bound = 1.0 if options.is_filter_asked else AUTO_BOUND
@@ -141,7 +177,7 @@ class Cce:
                 f"filter={options.filter!r} and label_smoothing={rows.label_smoothing:g} were both asked for, but "
                 "smoothing pulls on every column, so none is negligible. Use filter: auto or off, or no smoothing."
             )
-        if not marks:  # torch's kernels look for themselves
+        if not marks:  # torch's and Ascend's kernels look for themselves
             return (filter_hidden, filter_weight) if options.is_filter_asked else (0.0, 0.0)
         if problem.dense or problem.rows < FEWEST_ROWS or not (options.is_filter_asked or problem.filter_pays):
             return 0.0, 0.0

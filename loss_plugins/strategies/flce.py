@@ -18,7 +18,16 @@ from ..device import DeviceProfile
 from ..kernels import ops
 from ..kernels.torch import COLUMNS
 from ._base import Problem, RowLoss, Rows
-from ._options import MIB, backend_for, check_kernels, check_workspace, no_triton, on_triton, workspace_bytes
+from ._options import (
+    MIB,
+    backend_for,
+    cannot_run,
+    check_kernels,
+    check_workspace,
+    on_ascend,
+    on_triton,
+    workspace_bytes,
+)
 from ._recompute import recomputed, triton_bytes
 
 
@@ -32,7 +41,9 @@ class FlceOptions:
         },
     )
 
-    kernels: str = field(default="auto", metadata={"help": "auto, torch or triton."})
+    kernels: str = field(
+        default="auto", metadata={"help": "auto, torch, triton or ascend (triton-ascend's, on an NPU)."}
+    )
 
     def __post_init__(self) -> None:
         check_workspace(self.workspace_mb)
@@ -47,7 +58,7 @@ class Flce:
     def check(self, problem: Problem, profile: DeviceProfile, options: FlceOptions) -> str | None:
         if problem.module:
             return "the head is a module that must be called, and flce needs its weight"
-        return no_triton(options.kernels, problem, profile)
+        return cannot_run(options.kernels, problem, profile)
 
     def chunk_rows(self, problem: Problem, options: FlceOptions, backend: str = "torch") -> int:
         size = problem.accumulator.itemsize if backend == "torch" else problem.dtype.itemsize
@@ -64,6 +75,8 @@ class Flce:
     def peak_bytes(self, problem: Problem, options: FlceOptions) -> int:
         if on_triton(options.kernels, problem):
             return self._triton_bytes(problem, options)
+        if on_ascend(options.kernels, problem):
+            return self._ascend_bytes(problem, options)
         size = problem.accumulator.itemsize
         rows, columns = self.chunk_rows(problem, options), min(problem.vocab, COLUMNS)
         chunk = rows * problem.vocab * size + rows * columns * size
@@ -96,6 +109,18 @@ class Flce:
         # the last chunk, or dW as it is rounded
         rounded = weight * weight_size if several and weight_size < 4 else 0
         return max(kept + max(step * problem.vocab * size, rounded), scaled)
+
+    def _ascend_bytes(self, problem: Problem, options: FlceOptions) -> int:
+        """`peak_bytes` of `kernels/ascend/flce.py`."""
+        from ..kernels.ascend import memory
+
+        weight_size = (problem.weight_dtype or problem.dtype).itemsize
+        peak = memory.flce_bytes(
+            problem.rows, problem.hidden, problem.vocab, problem.dtype.itemsize, weight_size,
+            self.chunk_rows(problem, options, "ascend"), problem.needs_hidden, problem.needs_weight,
+        )  # fmt: skip
+        lifted = problem.rows * problem.hidden * 8 if problem.needs_hidden and problem.dtype == torch.float16 else 0
+        return max(peak, 2 * problem.gradient_bytes) + lifted
 
     def kernels(self, profile: DeviceProfile, options: FlceOptions) -> str:
         return backend_for(options.kernels, profile)
