@@ -50,3 +50,15 @@ environment() {
   pip_install "$@"
   echo "$stamp" > "$folder/stamp"
 }
+
+# apart NAME PACKAGES...   puts packages into the folder NAME of the environment, where only a PYTHONPATH finds them.
+apart() {
+  local folder
+  folder=$("$python" -c 'import sys; print(sys.prefix)')/$1
+  shift
+  if [ ! -d "$folder" ]; then
+    # built where torch is, which a build of its own would fetch once more
+    pip_install --no-deps --no-build-isolation --target "$folder.new" "$@"
+    mv "$folder.new" "$folder"
+  fi
+}

@@ -16,6 +16,7 @@ else
     wheels="triton $wheels" # a CPU build of torch comes without it; its interpreter runs the kernels all the same
   fi
   environment .venv-test "$wheels" --group lint --group test -e ".[peft,trl,data,gguf,bench,quickstart]"
+  apart deepspeed deepspeed hjson ninja msgpack einops py-cpuinfo
 fi
 
 if [ $# -eq 0 ]; then

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def two_processes() -> Callable[[Path, Path], dict[str, Any]]:
+def two_processes() -> Callable[..., dict[str, Any]]:
     """Runs a worker ``(store, rank)`` twice, and returns the lines of JSON that the first one printed, by their "case"."""
 
-    def run(worker: Path, store: Path) -> dict[str, Any]:
+    def run(worker: Path, store: Path, seconds: float = 200) -> dict[str, Any]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         started = [
             subprocess.Popen(
@@ -54,7 +56,12 @@ def two_processes() -> Callable[[Path, Path], dict[str, Any]]:
             )
             for rank in range(2)
         ]  # fmt: skip
-        said = [process.communicate(timeout=200) for process in started]
+        try:
+            with ThreadPoolExecutor() as both:  # neither may wait for its output to be read
+                said = list(both.map(lambda process: process.communicate(timeout=seconds), started))
+        finally:
+            for process in started:
+                process.kill()
         assert [process.returncode for process in started] == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
         return {line["case"]: line for line in map(json.loads, said[0][0].splitlines())}
 
@@ -78,6 +85,16 @@ def torchrun() -> Callable[..., None]:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def deepspeed_path() -> str:
+    """What PYTHONPATH takes for deepspeed to be found. It lies in a folder of its own, since transformers and accelerate
+    import it, and change their ways, wherever it can be."""
+    apart = Path(sys.prefix) / "deepspeed"
+    if not apart.is_dir() and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed; scripts/test.sh does so without HERE=1")
+    return str(apart)
 
 
 @pytest.fixture(autouse=True)
