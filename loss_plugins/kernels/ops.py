@@ -116,7 +116,9 @@ def _(
     rows, vocab = hidden.shape[0], weight.shape[0]
     acc = accumulator(dtype)
     marks = (0, 0)
-    if forward_kernels != "torch":
+    if forward_kernels == "ascend" and (filter_hidden > 0 or filter_weight > 0) and forward_kernels == backward_kernels:
+        marks = backend(forward_kernels).marks_shape(rows, vocab, tile_bytes, dtype.itemsize)
+    elif forward_kernels not in ("torch", "ascend"):
         marked = (filter_hidden > 0 or filter_weight > 0) and forward_kernels == backward_kernels
         marks = ((rows + 127) // 128 if marked else 0, (vocab + 31) // 32)
     return (
