@@ -28,13 +28,13 @@ FILES = sorted(CONFIGS.glob("*.yaml"))
 CPU = torch.device("cpu")
 
 
-def launched(file: str, *words: str, fails: bool = False) -> str:
+def launched(file: str, *words: str, fails: bool = False, **environment: str) -> str:
     """What two processes on a CPU said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"} | environment
     done = subprocess.run(
         [*command, "--main_process_port", str(port), *words], env=environment, capture_output=True, text=True,
         timeout=200,
@@ -69,6 +69,33 @@ def test_ddp_trains_as_one_process_with_twice_the_batch(job: Job) -> None:
     launched("ddp.yaml", "-m", "loss_plugins", "train", str(job.yaml))
     two = json.loads((job.output / "summary.json").read_text())
     assert two["strategies"]["cce"]["losses"] == pytest.approx(one["strategies"]["cce"]["losses"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_zero3_trains_as_one_process_with_twice_the_batch(
+    job: Job, saved: Path, tokenizer_folder: Path, deepspeed_path: str
+) -> None:
+    """Each strategy in turn, by DeepSpeed itself, and the weights it saves load without it."""
+    keys = {
+        "packing": False, "strategies": ["naive", "chunked", "flce", "cce"], "optim": "adamw_torch",
+        "model_name_or_path": str(saved), "tokenizer_name_or_path": str(tokenizer_folder),
+    }  # fmt: skip
+    for key in ("loss_strategy", "model_config", "tokenizer_vocab_size"):
+        del job.keys[key]
+    one = job.done(**keys, per_device_train_batch_size=2)
+    two = job.keys | keys | {"per_device_train_batch_size": 1, "save_strategy": "steps", "save_steps": 2}
+    job.yaml.write_text(yaml.safe_dump(two))
+    script = str(Path(__file__).parent / "launched_zero.py")
+    said = launched("zero3.yaml", script, "train", str(job.yaml), PYTHONPATH=deepspeed_path, DS_ACCELERATOR="cpu")
+    assert said.count("ENGINE stage 3, 0 numbers held whole") == 2 * len(keys["strategies"])
+    results = json.loads((job.output / "summary.json").read_text())["strategies"]
+    for name in keys["strategies"]:
+        assert results[name]["losses"] == pytest.approx(one["strategies"][name]["losses"], abs=1e-4)
+        assert results[name]["chosen"] == [name]
+        whole = LlamaForCausalLM.from_pretrained(job.output / name)
+        start = LlamaForCausalLM.from_pretrained(saved)
+        assert whole.lm_head.weight.shape == start.lm_head.weight.shape
+        assert 1e-3 < (whole.lm_head.weight - start.lm_head.weight).abs().max() < 0.1
 
 
 @pytest.mark.slow
