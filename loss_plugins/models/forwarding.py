@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .frame import Frame, Scope, calling_for_real, current, in_force, scopes
-from .swap import JOB
+from .swap import JOB, base_class
 
 if TYPE_CHECKING:
     from .patch import PatchHandle
@@ -38,6 +38,11 @@ def run_call(model: nn.Module, base: Any, args: tuple[Any, ...], kwargs: dict[st
     if frame is not None and frame.model is model and not frame.entered:  # put in force from outside
         return base.__call__(model, *args, **kwargs)
     return _run(model, base, base.__call__, args, kwargs, entered=False)
+
+
+def run_around(model: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``call``, in which somebody else calls the model's own forward, with its logits deferred."""
+    return _run(model, base_class(model), call, args, kwargs, entered=False)
 
 
 def _run(

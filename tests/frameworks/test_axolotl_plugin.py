@@ -90,9 +90,13 @@ def test_it_acts_when_asked(values: dict[str, Any], config: LossConfig | None) -
         ({"liger_cross_entropy": True}, "`liger_cross_entropy: true`"),
         ({"liger_fused_linear_cross_entropy": True}, "`liger_fused_linear_cross_entropy: true`"),
         ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, "`- axolotl.integrations.cut"),
-        ({"use_dft": True}, "`use_dft: true`"),
         ({"use_eaft": True}, "`use_eaft: true`"),
-        ({"rl": "dpo"}, "rl: dpo and loss_strategy 'cce' were both given"),
+        ({"rl": "ebft"}, "rl: ebft and loss_strategy 'cce' were both given"),
+        ({"rl": "dpo", "dpo_use_weighting": True}, "`dpo_use_weighting: true`"),
+        ({"rl": "dpo", "dpo_padding_free": True}, "`dpo_padding_free: true`"),
+        ({"rl": "grpo", "trl": {"async_prefetch": True}}, "`async_prefetch: true`"),
+        ({"rl": "dpo", "loss_z_loss": 0.1}, "loss_z_loss is 0.1, but rl: dpo computes its own objective"),
+        ({"use_dft": True, "loss_statistics": ["accuracy"]}, "Leave loss_statistics out"),
         ({"reward_model": True}, "reward_model: true and loss_strategy"),
         ({"liger_ops": True, "liger_rms_norm": True}, "`liger_rms_norm: true`"),
         ({"loss_token_weight_key": "weights"}, "loss_token_weight_key 'weights'"),
@@ -100,7 +104,7 @@ def test_it_acts_when_asked(values: dict[str, Any], config: LossConfig | None) -
 )
 def test_what_it_cannot_be_combined_with(values: dict[str, Any], line: str) -> None:
     known = {*values, *LossConfig.names()}
-    if "loss_token_weight_key" not in values:
+    if not any(key.startswith("loss_") for key in values):
         assert arguments.check({key: value for key, value in values.items() if key != "liger_ops"}, known) is None
     with pytest.raises(ConfigError, match=r"Delete|Leave") as caught:
         arguments.check({**CCE, **values}, known)

@@ -57,12 +57,14 @@ def test_without_our_keys_nothing_is_touched(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"use_dft_loss": True}, "Delete the line `use_dft_loss: true`"),
+        ({"use_dft_loss": True, "loss_z_loss": 0.1}, "loss_z_loss is 0.1, but use_dft_loss computes"),
+        ({"stage": "kto", "loss_statistics": ["accuracy"]}, "Leave loss_statistics out"),
         ({"use_eaft_loss": True}, "Delete the line `use_eaft_loss: true`"),
         ({"use_asft_loss": True}, "Delete the line `use_asft_loss: true`"),
         ({"use_unsloth": True}, "Delete the line `use_unsloth: true`"),
         ({"use_mca": True}, "Delete the line `use_mca: true`"),
-        ({"stage": "dpo"}, "stage: dpo and loss_strategy 'cce' were both given"),
+        ({"stage": "rm"}, "stage: rm and loss_strategy 'cce' were both given"),
+        ({"stage": "ppo"}, "The stages that do not are pt, sft, dpo, kto"),
         ({"enable_liger_kernel": True}, "by `liger_ops: true`"),
         ({"loss_strategy": "ccee"}, "Did you mean 'cce'"),
         ({"loss_options": {"filtr": "off"}}, "Did you mean 'filter'"),

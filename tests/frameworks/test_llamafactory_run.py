@@ -48,6 +48,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed": {"stage": "sft", "dataset": "pairs", "finetuning_type": "full", "packing": True},
     "pt": {"stage": "pt", "dataset": "texts", "finetuning_type": "full"},
 }
+DPO = {"stage": "dpo", "dataset": "preferences", "finetuning_type": "full", "learning_rate": 2e-3}
+LOG_PROB_KINDS: dict[str, dict[str, Any]] = {
+    "dpo": DPO,
+    "dpo-lora": {**DPO, "finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"},
+    "dpo-sft": {**DPO, "pref_ftx": 0.5, "pref_bco_weight": 0.5},
+    "ld-dpo": {**DPO, "ld_alpha": 0.5},
+    "orpo": {**DPO, "pref_loss": "orpo"},
+    "simpo": {**DPO, "pref_loss": "simpo"},
+    "kto": {**DPO, "stage": "kto", "dataset": "marked", "pref_ftx": 0.5},
+    "dft": {**KINDS["full"], "use_dft_loss": True},
+}
 THEIRS = ("-m", "llamafactory.cli", "train")
 OURS = ("-m", "loss_plugins", "llamafactory", "train")
 
@@ -62,9 +73,23 @@ class Jobs:
         data.mkdir()
         write_jsonl(data / "pairs.jsonl", [{"instruction": a, "input": "", "output": b} for a, b in pairs()])
         write_jsonl(data / "texts.jsonl", [{"text": line * 8} for line in POEM * 6])
+        write_jsonl(
+            data / "preferences.jsonl",
+            [{"instruction": a, "input": "", "chosen": b, "rejected": b[::-1]} for a, b in pairs()],
+        )
+        marked = [
+            {"instruction": a, "input": "", "output": b, "mark": place % 2 == 0} for place, (a, b) in enumerate(pairs())
+        ]
+        write_jsonl(data / "marked.jsonl", marked)
         columns = {"prompt": "instruction", "query": "input", "response": "output"}
         info = {
             "pairs": {"file_name": "pairs.jsonl", "columns": columns},
+            "preferences": {
+                "file_name": "preferences.jsonl",
+                "ranking": True,
+                "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"},
+            },
+            "marked": {"file_name": "marked.jsonl", "columns": {**columns, "kto_tag": "mark"}},
             "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}},
         }
         (data / "dataset_info.json").write_text(json.dumps(info))
@@ -111,6 +136,18 @@ def test_our_command(jobs: Jobs, kind: str) -> None:
     assert all(0 <= entry["loss_plugins/token_accuracy"] <= 1 for entry in ours)
 
 
+@pytest.mark.parametrize("kind", LOG_PROB_KINDS)
+def test_losses_made_of_log_probabilities(jobs: Jobs, kind: str) -> None:
+    stock = jobs.history(f"stock-{kind}", LOG_PROB_KINDS[kind])
+    ours = jobs.history(f"ours-{kind}", {**LOG_PROB_KINDS[kind], "loss_strategy": "cce"}, OURS)
+    assert len(ours) == len(stock) == STEPS
+    assert len({entry["loss"] for entry in stock}) > STEPS // 2
+    for mine, theirs in zip(ours, stock, strict=True):
+        for key, value in theirs.items():  # rewards, log-probabilities and mean logits too
+            rel = 1e-3 if key == "grad_norm" else 1e-4
+            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-6 if key == "loss" else 1e-4), key
+
+
 def test_words_behind_the_file(jobs: Jobs) -> None:
     stock = jobs.history("stock-full", KINDS["full"])
     ours = jobs.history("words", KINDS["full"], OURS, "loss_strategy=flce", "max_steps=3", "save_steps=3")
@@ -139,9 +176,9 @@ def test_the_hook_on_their_own_command(jobs: Jobs) -> None:
     assert jobs.history("hooked-no-keys", KINDS["full"], paths=paths) == stock, (
         "without a key of ours it changes nothing"
     )
-    code, output = jobs.run("hooked-dpo", {**KINDS["full"], "stage": "dpo", "loss_strategy": "cce"}, paths=paths)
+    code, output = jobs.run("hooked-rm", {**KINDS["full"], "stage": "rm", "loss_strategy": "cce"}, paths=paths)
     assert code != 0
-    assert "stage: dpo and loss_strategy 'cce' were both given" in output
+    assert "stage: rm and loss_strategy 'cce' were both given" in output
     remove_hook(site)
     code, output = jobs.run("unhooked", keys, paths=paths)
     assert code != 0
@@ -149,8 +186,8 @@ def test_the_hook_on_their_own_command(jobs: Jobs) -> None:
 
 
 def test_refusals_are_one_sentence(jobs: Jobs) -> None:
-    code, output = jobs.run("refused", {**KINDS["full"], "use_dft_loss": True}, OURS)
+    code, output = jobs.run("refused", {**KINDS["full"], "use_eaft_loss": True}, OURS)
     assert code == 2, output[-2000:]
     (line,) = [line for line in output.splitlines() if line.startswith("Error: ")]
-    assert "Delete the line `use_dft_loss: true`" in line
+    assert "Delete the line `use_eaft_loss: true`" in line
     assert not (jobs.folder / "refused").exists()

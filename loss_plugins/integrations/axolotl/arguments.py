@@ -12,12 +12,19 @@ from typing import Any, get_type_hints
 from ...config import LossConfig
 from ...errors import ConfigError
 from ..hf.keys import refuse_misspelled, refuse_switched_on
+from ..hf.log_probs import refuse_additions
 from .plugin import config_of
 
 LOSSES = ("cut_cross_entropy", "chunked_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
 """axolotl's own switches for a loss without logits, or with fewer."""
-LOGIT_LOSSES = ("use_dft", "use_eaft")
-OTHER_TRAINERS = ("rl", "reward_model", "process_reward_model")
+LOGIT_LOSSES = ("use_eaft",)
+OTHER_TRAINERS = ("reward_model", "process_reward_model")
+RL = ("dpo", "ipo", "kto", "orpo", "simpo", "grpo", "gdpo")
+"""Whose objective is made of log-probabilities of single tokens."""
+OTHER_SCORES = ("dpo_use_weighting", "dpo_use_liger_kernel")
+"""What has DPO take more from logits, or its log-probabilities from elsewhere."""
+NEVER_RUN = ("dpo_padding_free",)
+NEVER_RUN_IN_TRL = ("async_prefetch", "use_data_producer")
 LIGER_LAYERS = (
     "liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_swiglu", "liger_glu_activation",
 )  # fmt: skip
@@ -47,11 +54,11 @@ def check(values: Mapping[str, Any], known: Any) -> LossConfig | None:
     refuse_switched_on(values, LOGIT_LOSSES, config, whole)
     for key in OTHER_TRAINERS:
         if values.get(key):
-            raise ConfigError(
-                f"{key}: {_yaml(values[key])} and loss_strategy {config.loss_strategy!r} were both given, but the "
-                "trainer that this chooses computes its own loss and never asks the model for one, so the strategy "
-                "would have no effect. Delete our loss_ keys from this file."
-            )
+            raise ConfigError(_no_effect(config, f"{key}: {_yaml(values[key])}"))
+    if values.get("rl"):
+        _check_rl(values, config)
+    elif values.get("use_dft"):
+        refuse_additions(config, "use_dft")
     layers = [key for key in LIGER_LAYERS if values.get(key)]
     if config.liger_ops not in (None, False) and layers:
         raise ConfigError(
@@ -59,6 +66,26 @@ def check(values: Mapping[str, Any], known: Any) -> LossConfig | None:
             f"model. Delete the lines {', '.join(f'`{key}: true`' for key in layers)}, or liger_ops."
         )
     return config
+
+
+def _check_rl(values: Mapping[str, Any], config: LossConfig) -> None:
+    kind = _yaml(values["rl"])
+    if kind not in RL:
+        raise ConfigError(f"{_no_effect(config, f'rl: {kind}')} Those that can be served: {', '.join(RL)}.")
+    refuse_additions(config, f"rl: {kind}")
+    why = "with it DPO takes more than log-probabilities from logits, or takes them from elsewhere."
+    refuse_switched_on(values, OTHER_SCORES, config, why)
+    why = "a loss strategy was never run with it."
+    refuse_switched_on(values, NEVER_RUN, config, why)
+    refuse_switched_on(values.get("trl") or {}, NEVER_RUN_IN_TRL, config, why)
+
+
+def _no_effect(config: LossConfig, line: str) -> str:
+    return (
+        f"{line} and loss_strategy {config.loss_strategy!r} were both given, but the trainer that this chooses "
+        "computes its own loss, from more than log-probabilities, so the strategy would have no effect. Delete our "
+        "loss_ keys from this file."
+    )
 
 
 def _two_losses(config: LossConfig, line: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...config import LossConfig
 from ..hf.callback import LossPluginCallback
 from ..hf.keys import checked_config, own_keys
+from ..hf.log_probs import serve_loss_func, serve_trainer
 
 if TYPE_CHECKING:
     BasePlugin = object
@@ -33,6 +34,14 @@ class LossPlugin(BasePlugin):
         """The callback patches the model when the trainer is built, in its final form with adapters."""
         config = config_of(cfg)
         return [] if config is None else [LossPluginCallback(config)]
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Trainers whose loss is made of log-probabilities take them from the strategy."""
+        config = config_of(cfg)
+        if config is not None and cfg.get("rl"):
+            serve_trainer(trainer, config)
+        elif config is not None and cfg.get("use_dft"):
+            serve_loss_func(trainer, config)
 
 
 def config_of(values: Mapping[str, Any]) -> LossConfig | None:

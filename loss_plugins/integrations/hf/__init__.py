@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .arguments import LossPluginArguments
     from .callback import LossPluginCallback
+    from .log_probs import serve_trainer
     from .trainer import LossPluginMixin, LossPluginTrainer
 
 _HOMES = {
@@ -14,9 +15,10 @@ _HOMES = {
     "LossPluginCallback": "callback",
     "LossPluginMixin": "trainer",
     "LossPluginTrainer": "trainer",
+    "serve_trainer": "log_probs",
 }
 
-__all__ = ["LossPluginArguments", "LossPluginCallback", "LossPluginMixin", "LossPluginTrainer"]
+__all__ = ["LossPluginArguments", "LossPluginCallback", "LossPluginMixin", "LossPluginTrainer", "serve_trainer"]
 
 
 def __getattr__(name: str) -> Any:

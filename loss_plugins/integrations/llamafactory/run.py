@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -13,13 +15,17 @@ from ...config import LossConfig
 from ...errors import ConfigError, MissingDependencyError
 from ..hf.callback import LossPluginCallback
 from ..hf.keys import checked_config, own_keys, refuse_switched_on
+from ..hf.log_probs import refuse_additions, serve_loss_func, serve_trainer
 
 Arguments = dict[str, Any] | list[str]
 
-LOGIT_LOSSES = ("use_dft_loss", "use_eaft_loss", "use_asft_loss")
+LOGIT_LOSSES = ("use_eaft_loss", "use_asft_loss")
 OTHER_MODELS = ("use_unsloth", "use_mca", "use_hyper_parallel", "use_kt")
 """What replaces the model, its loss or the trainer by something of its own."""
-STAGES = ("pt", "sft")
+STAGES = ("pt", "sft", "dpo", "kto")
+LOG_PROBS = {"dpo": "dpo.trainer.CustomDPOTrainer", "kto": "kto.trainer.CustomKTOTrainer"}
+"""Trainers that take log-probabilities from the model's logits, by stage."""
+DFT = "sft.trainer.CustomSeq2SeqTrainer"
 
 
 def train(config: str, overrides: Sequence[str] = ()) -> None:
@@ -42,8 +48,11 @@ def train(config: str, overrides: Sequence[str] = ()) -> None:
         ) from error
     before, sys.argv = sys.argv, ["llamafactory-cli", config, *overrides]
     try:
-        arguments, callback = with_callback(read_args(), by_default=LossConfig())
-        run_exp(arguments, [callback])  # where the hook is installed too, it finds no key of ours any more
+        given = read_args()
+        arguments, callback = with_callback(given, by_default=LossConfig())
+        assert callback is not None
+        with served(given, callback.loss_config):
+            run_exp(arguments, [callback])  # where the hook is installed too, it finds no key of ours any more
     finally:
         sys.argv = before
 
@@ -53,10 +62,12 @@ def wrapped(run_exp: Callable[..., Any], read_args: Callable[..., Arguments]) ->
 
     @functools.wraps(run_exp)
     def run(args: Arguments | None = None, callbacks: list[Any] | None = None) -> Any:
-        rest, callback = with_callback(read_args(args))
+        given = read_args(args)
+        rest, callback = with_callback(given)
         if callback is None:
             return run_exp(args, callbacks)
-        return run_exp(rest, [*(callbacks or []), callback])
+        with served(given, callback.loss_config):
+            return run_exp(rest, [*(callbacks or []), callback])
 
     return run
 
@@ -84,6 +95,34 @@ def with_callback(
     return rest, LossPluginCallback(config)
 
 
+@contextlib.contextmanager
+def served(arguments: Arguments, config: LossConfig) -> Iterator[None]:
+    """Inside, trainers of LLaMA-Factory whose loss is made of log-probabilities take them from the strategy."""
+    values = arguments if isinstance(arguments, Mapping) else _from_words(arguments)[0]
+    stage, by_dft = values.get("stage", "sft"), bool(values.get("use_dft_loss"))
+    path = LOG_PROBS.get(stage, DFT if by_dft else None)
+    if path is None:
+        yield
+        return
+    module, _, name = path.rpartition(".")
+    trainer_class: Any = getattr(importlib.import_module(f"llamafactory.train.{module}"), name)
+    make = trainer_class.__init__
+
+    @functools.wraps(make)
+    def make_and_serve(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if stage in LOG_PROBS:
+            serve_trainer(self, config)
+        else:
+            serve_loss_func(self, config)
+
+    trainer_class.__init__ = make_and_serve
+    try:
+        yield
+    finally:
+        trainer_class.__init__ = make
+
+
 def refuse(values: Mapping[str, Any], config: LossConfig) -> None:
     """Raises:
     ConfigError: LLaMA-Factory was asked for a loss that is not the model's own.
@@ -92,9 +131,13 @@ def refuse(values: Mapping[str, Any], config: LossConfig) -> None:
     if stage not in STAGES:
         raise ConfigError(
             f"stage: {stage} and loss_strategy {config.loss_strategy!r} were both given, but that trainer of "
-            f"LLaMA-Factory takes whole logits from the model and computes its loss itself. The stages that ask the "
-            f"model for its loss are {' and '.join(STAGES)}; delete our loss_ keys for another."
+            f"LLaMA-Factory takes more from the model than its loss or log-probabilities. The stages that do not are "
+            f"{', '.join(STAGES)}; delete our loss_ keys for another."
         )
+    if stage in LOG_PROBS:
+        refuse_additions(config, f"stage: {stage}")
+    elif values.get("use_dft_loss"):
+        refuse_additions(config, "use_dft_loss")
     whole = "that loss is computed from whole logits, which no loss strategy makes."
     refuse_switched_on(values, LOGIT_LOSSES, config, whole)
     past = "it brings a loss or a trainer of its own, past which loss_plugins is never called."
