@@ -9,6 +9,7 @@ model have the kernels, no other model has, and `LigerOps.undo` leaves nothing.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import inspect
 import sys
@@ -103,6 +104,9 @@ def apply_liger_ops(model: nn.Module, asked: Mapping[str, bool] | bool) -> Liger
         ConfigError: a name that Liger's function for this type does not take.
         UnsupportedError: Liger knows no such model, cannot do it, or this machine has no device for it.
     """
+    parameter = next((p for p in model.parameters() if p.device.type != "meta"), None)
+    if parameter is not None and parameter.device.type == "npu":  # without its compiler Liger's import fails obscurely
+        _refuse(parameter.device, DeviceProfile.probe(parameter.device).ascend_obstacle)
     known = known_types(f"liger_ops {_shown(asked)}")
     model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
     if model_type not in known:
@@ -112,7 +116,6 @@ def apply_liger_ops(model: nn.Module, asked: Mapping[str, bool] | bool) -> Liger
         )
     function = known[model_type]
     flags, names = _flags(function, model, {} if isinstance(asked, bool) else asked)
-    parameter = next((p for p in model.parameters() if p.device.type != "meta"), None)
     if parameter is not None and not (parameter.device.type == "cpu" and torch.accelerator.is_available()):
         refuse_device(parameter.device)  # a model that lies on a CPU may yet be moved: each forward looks again
     _refuse_own_forwards(model)
@@ -172,13 +175,32 @@ def refuse_device(device: torch.device) -> None:
     """Raises:
     UnsupportedError: Liger's kernels cannot be launched on ``device``.
     """
-    # Liger has kernels of its own for an NPU, with a Triton that goes by another name
-    obstacle = None if device.type == "npu" else DeviceProfile.probe(device).triton_obstacle
+    _refuse(device, _npu_obstacle(device) if device.type == "npu" else DeviceProfile.probe(device).triton_obstacle)
+
+
+def _refuse(device: torch.device, obstacle: str | None) -> None:
     if obstacle is not None:
         raise UnsupportedError(
             f"liger_ops was asked for, and the model is on {device}, where Liger's kernels cannot run: {obstacle}. "
             "Move the model to a GPU, or leave liger_ops out."
         )
+
+
+def _npu_obstacle(device: torch.device) -> str | None:
+    """Why Liger's kernels for an NPU cannot be launched. Where they cannot even be imported, Liger takes those for a
+    GPU without a word."""
+    obstacle = DeviceProfile.probe(device).ascend_obstacle
+    if obstacle is not None:
+        return obstacle
+    home = "liger_kernel.ops.backends._ascend"
+    try:
+        importlib.import_module(f"{home}.ops")
+        from liger_kernel.ops import LigerRMSNormFunction
+    except ImportError as error:
+        return f"those of liger-kernel {_version()} for an NPU cannot be imported ({error})"
+    if not str(LigerRMSNormFunction.__module__).startswith(home):
+        return f"liger-kernel {_version()} was imported before the NPU was there, and took its kernels for a GPU"
+    return None
 
 
 def _flags(function: Any, model: nn.Module, asked: Mapping[str, bool]) -> tuple[dict[str, bool], tuple[str, ...]]:

@@ -122,9 +122,9 @@ class Cce:
             marks = (problem.is_filterable or asked) and any(options.thresholds) and problem.rows >= FEWEST_ROWS
             return triton_bytes(problem, self.tile_bytes(problem, options), marks)
         if on_ascend(options.kernels, problem):
-            from ..kernels.ascend import memory
+            from ..kernels.ascend.memory import cce_bytes
 
-            return memory.cce_bytes(
+            return cce_bytes(
                 problem.rows, problem.hidden, problem.vocab, problem.dtype.itemsize,
                 (problem.weight_dtype or problem.dtype).itemsize, self.tile_bytes(problem, options),
                 problem.needs_hidden, problem.needs_weight, options.is_filter_asked,

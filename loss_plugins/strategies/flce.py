@@ -112,10 +112,10 @@ class Flce:
 
     def _ascend_bytes(self, problem: Problem, options: FlceOptions) -> int:
         """`peak_bytes` of `kernels/ascend/flce.py`."""
-        from ..kernels.ascend import memory
+        from ..kernels.ascend.memory import flce_bytes
 
         weight_size = (problem.weight_dtype or problem.dtype).itemsize
-        peak = memory.flce_bytes(
+        peak = flce_bytes(
             problem.rows, problem.hidden, problem.vocab, problem.dtype.itemsize, weight_size,
             self.chunk_rows(problem, options, "ascend"), problem.needs_hidden, problem.needs_weight,
         )  # fmt: skip

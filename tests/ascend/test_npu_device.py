@@ -1,0 +1,113 @@
+"""Training on an emulated NPU: with torch's kernels, and with triton-ascend's compiled and run on this machine's CPU.
+
+The device is made in processes of its own, since a process can have only one of that kind, and keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+STRATEGIES = ("naive", "chunked", "flce", "cce")
+Cases = dict[str, dict[str, Any]]
+
+
+def run(kernels: str, folder: Path, *cases: str) -> Cases:
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "npu_run.py", kernels, str(folder), *cases],
+        cwd=HERE, env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    return {line["case"]: line for line in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module", params=["torch", "ascend"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """What a process on the device said."""
+    return {**run(request.param, tmp_path_factory.mktemp("npu")), "kernels": request.param}
+
+
+def test_what_is_known_of_the_device(found: Cases) -> None:
+    facts = found["facts"]
+    profile, npu = facts["profile"], facts["profile"]["npu"]
+    assert (profile["kind"], profile["name"], npu["chip"]) == ("npu", "Ascend910B3", "Ascend910B3")
+    assert (npu["cube_cores"], npu["vector_cores"], npu["ub_bytes"]) == (20, 40, 192 << 10)
+    assert (npu["torch_npu"], npu["triton_ascend"]) == ("2.7.1.post2", "3.2.0")
+    assert len(npu["operators"]) == 3
+    assert facts["free"] == profile["total_bytes"] == 64 << 30
+    assert facts["best"] == "npu" and facts["trainer"] == "npu:0" and facts["torch_npu"]
+    if found["kernels"] == "ascend":
+        assert npu["obstacle"] == ""
+    else:  # the compiler is installed, and nothing gives it a driver
+        assert "triton-ascend 3.2.0 has no driver here" in npu["obstacle"]
+    assert not profile["has_triton"], "triton-ascend's files are no Triton of ours"
+
+
+@pytest.mark.parametrize("name", ["stock", *STRATEGIES, "callback"])
+def test_trains_as_the_cpu_does(found: Cases, name: str) -> None:
+    ours, stock = found[name], found["stock on the CPU"]
+    assert (ours["device"], stock["device"]) == ("npu:0", "cpu")
+    assert len(set(stock["losses"])) == 4
+    assert ours["losses"] == pytest.approx(stock["losses"], abs=1e-5)
+    assert ours["norms"] == pytest.approx(stock["norms"], abs=1e-5)
+    assert ours["materialised"] == 0
+
+
+def test_whose_kernels_computed(found: Cases) -> None:
+    kernels = found["kernels"]
+    both = [f"{kernels}.linear_ce_backward", f"{kernels}.linear_ce_forward"]
+    assert found["flce"]["launched"] == [f"{kernels}.flce_forward"]
+    assert found["cce"]["launched"] == found["callback"]["launched"] == both
+    assert found["naive"]["launched"] == found["chunked"]["launched"] == []
+    assert all(found[name]["peak"] > 0 for name in STRATEGIES), "the Trainer was told the peak"
+
+
+def test_a_yaml_runs_unchanged(found: Cases) -> None:
+    cpu, npu = found["job, use_cpu: True"], found["job, use_cpu: False"]
+    assert (cpu["device"], npu["device"]) == ("cpu", "Ascend910B3")
+    assert npu["losses"] == pytest.approx(cpu["losses"], abs=1e-5)
+    assert npu["kernels"] == [f"{found['kernels']}.flce_forward"]
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "native"])
+def test_labels_on_the_device(found: Cases, strategy: str) -> None:
+    """Ignored rows stay among the others there, where the host cannot look, and get no gradient."""
+    case = found[f"labels, {strategy}"]
+    assert max(case["off"]) < 1e-5
+    assert case["ignored"] == 0
+    assert case["out_of_range"] == "nan"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_is_what_is_promised(found: Cases, strategy: str, dtype: str) -> None:
+    case = found.get(f"memory of {strategy} in torch.{dtype}")
+    if found["kernels"] == "ascend" and (strategy in ("naive", "chunked") or dtype == "float32"):
+        assert case is None
+        return
+    assert case is not None
+    assert case["kernels"] == (found["kernels"] if strategy in ("flce", "cce") else "torch")
+    assert 0.6 * case["promised"] <= case["peak"] <= 1.15 * case["promised"]
+    limit = {"flce": 0.15, "cce": 0.05}.get(strategy)
+    if limit is not None:
+        assert case["peak"] < limit * case["logits"], f"{case['peak'] / case['logits']:.1%} of all logits"
+
+
+def test_ligers_kernels_are_refused_in_words(found: Cases) -> None:
+    """liger-kernel 0.8.5 needs a name that triton-ascend has from 3.2.1 on, and takes its kernels for a GPU without it."""
+    refused = found["liger"]["refused"]
+    assert refused.startswith("liger_ops was asked for")
+    if found["kernels"] == "torch":
+        assert "has no driver here" in refused
+    else:
+        assert "cannot be imported" in refused
