@@ -12,7 +12,6 @@ The operators, each opaque to torch.compile (the loss runs once a step, so a cal
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,9 +45,17 @@ def backends() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(importlib.import_module(__package__).__path__) if m.ispkg)
 
 
-def backend(name: str) -> ModuleType:
-    """The backend's package, imported on first use."""
-    return importlib.import_module(f".{name}", __package__)
+_added: dict[str, Any] = {}
+
+
+def add_backend(name: str, entries: Any) -> None:
+    """Let ``kernels`` name a backend of another package: an object with the entry functions of `kernels/torch`."""
+    _added[name] = entries
+
+
+def backend(name: str) -> Any:
+    """The backend's package, imported on first use; or what was added under that name."""
+    return _added[name] if name in _added else importlib.import_module(f".{name}", __package__)
 
 
 def _launch(name: str, function: str, *args: Any) -> Any:
@@ -118,7 +125,7 @@ def _(
     marks = (0, 0)
     if forward_kernels == "ascend" and (filter_hidden > 0 or filter_weight > 0) and forward_kernels == backward_kernels:
         marks = backend(forward_kernels).marks_shape(rows, vocab, tile_bytes, dtype.itemsize)
-    elif forward_kernels not in ("torch", "ascend"):
+    elif forward_kernels == "triton":
         marked = (filter_hidden > 0 or filter_weight > 0) and forward_kernels == backward_kernels
         marks = ((rows + 127) // 128 if marked else 0, (vocab + 31) // 32)
     return (

@@ -10,6 +10,8 @@ import torch
 
 from ..device import DeviceProfile
 from ..errors import ConfigError, unknown_name
+from ..kernels import ops
+from ..registry import Registry
 from ._base import Problem
 
 T = TypeVar("T")
@@ -52,16 +54,50 @@ def check_workspace(value: Any) -> None:
 KERNELS = ("auto", "torch", "triton", "ascend")
 
 
+class _Backends(Registry):
+    """Folders of kernels/, and what other packages add to them."""
+
+    def builtin(self) -> list[str]:
+        return ops.backends()
+
+
+BACKENDS = _Backends(
+    package="loss_plugins.kernels",
+    attribute="",
+    kind="kernel backend",
+    members=(
+        "obstacle", "linear_ce_forward", "linear_ce_backward", "flce_forward", "cross_entropy_forward",
+        "cross_entropy_backward", "scaled",
+    ),
+)  # fmt: skip
+"""Another package's backend has the entry functions of `kernels/torch`, with its results (marks of shape ``[0, 0]``),
+and ``obstacle(profile)``: why it cannot run on that device, or None."""
+
+
 def check_kernels(value: Any, known: Sequence[str] = KERNELS) -> None:
     """``kernels`` as a strategy with a choice of them understands it."""
-    if value not in known:
+    if value in known:
+        return
+    if "triton" not in known or not isinstance(value, str) or not _add_backend(value):
         raise ConfigError(unknown_name("value of kernels:", str(value), known))
 
 
+@torch.compiler.assume_constant_result
+def _add_backend(name: str) -> bool:
+    """Whether another package has a backend of that name, which can be launched from then on."""
+    if name in BACKENDS.builtin() or (":" not in name and name not in BACKENDS.names()):
+        return False
+    ops.add_backend(name, BACKENDS.get(name))
+    return True
+
+
 def cannot_run(kernels: str, problem: Problem, profile: DeviceProfile) -> str | None:
-    """Why Triton's or triton-ascend's kernels that were asked for cannot run, or None."""
-    if kernels not in ("triton", "ascend"):
+    """Why the kernels that were asked for cannot run, or None."""
+    if kernels in ("auto", "torch"):
         return None
+    if kernels not in ("triton", "ascend"):
+        obstacle = ops.backend(kernels).obstacle(profile)
+        return f"kernels={kernels!r} was asked for, but {obstacle}" if obstacle else None
     obstacle = profile.triton_obstacle if kernels == "triton" else profile.ascend_obstacle
     if obstacle and profile.kind == "npu":
         other = "kernels='ascend' are those for it, and " if kernels == "triton" else ""

@@ -1,4 +1,4 @@
-"""Another package's strategy and model families, found by entry point and used from YAML.
+"""Another package's strategy, model families and kernels, found by entry point and used from YAML.
 
 The package is laid as pip would: a module and its ``dist-info`` on ``sys.path``.
 """
@@ -18,13 +18,17 @@ from tiny_job import MODEL, Job
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loss_plugins import patch_model
+from loss_plugins.device import DeviceProfile
 from loss_plugins.errors import ConfigError
+from loss_plugins.kernels import ops
 from loss_plugins.models.families import FAMILIES, family_of
-from loss_plugins.strategies import STRATEGIES
+from loss_plugins.strategies import STRATEGIES, Problem
+from loss_plugins.strategies._options import BACKENDS
 
 PACKAGE = """
 from dataclasses import dataclass, field
 
+from loss_plugins.kernels import torch as torch_kernels
 from loss_plugins.models.families import ModelFamily
 from loss_plugins.strategies.naive import STRATEGY as naive
 
@@ -53,6 +57,27 @@ class Multiplied:
         return result._replace(loss=result.loss * options.factor)
 
 
+class Kernels:
+    # those of torch, counted
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        function = getattr(torch_kernels, name)
+
+        def counted(*args):
+            self.calls.append(name)
+            results = function(*args)
+            return (*results[:6], results[6].new_zeros(0, 0)) if name == "linear_ce_forward" else results
+
+        return counted
+
+    def obstacle(self, profile):
+        return None if profile.kind == "cpu" else "acme has kernels for CPUs only"
+
+
+BACKEND = Kernels()
 STRATEGY = Multiplied()
 HIDDEN_HEAD = ModelFamily(("acme",), "Its head is called lm_head, and no method says so.", head="lm_head")
 REFUSED = ModelFamily(("mistral",), "Refused here.", "unsupported", "the package acme says so")
@@ -60,6 +85,8 @@ REFUSED = ModelFamily(("mistral",), "Refused here.", "unsupported", "the package
 ENTRIES = """
 [loss_plugins.strategies]
 multiplied = acme_package:STRATEGY
+[loss_plugins.kernels]
+acme = acme_package:BACKEND
 [loss_plugins.models.families]
 acme = acme_package:HIDDEN_HEAD
 acme_mistral = acme_package:REFUSED
@@ -85,12 +112,13 @@ def acme(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
     yield put
     sys.modules.pop("acme_package", None)
+    ops._added.clear()
 
 
 def test_all_groups_are_those_of_pyproject() -> None:
     groups = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
     ours = {name for name in groups if name.startswith("loss_plugins.")}
-    assert ours == {STRATEGIES.package, FAMILIES.package}
+    assert ours == {STRATEGIES.package, FAMILIES.package, BACKENDS.package}
 
 
 def test_a_strategy_from_yaml(job: Job, acme: Callable[[str], None], invoke: Callable[..., Any]) -> None:
@@ -102,6 +130,41 @@ def test_a_strategy_from_yaml(job: Job, acme: Callable[[str], None], invoke: Cal
     assert "Did you mean 'factor'" in job.refused(loss_strategy="multiplied", loss_options={"facto": 3.0})
     listed = json.loads(invoke("strategies", "--json").output)
     assert next(s for s in listed if s["name"] == "multiplied")["options"][0]["name"] == "factor"
+
+
+@pytest.mark.parametrize(("strategy", "kernels"), [("flce", "acme"), ("cce", "acme_package:BACKEND")])
+def test_kernels_from_yaml(job: Job, acme: Callable[[str], None], strategy: str, kernels: str) -> None:
+    assert "Unknown value of kernels: 'acme'" in job.refused(loss_strategy=strategy, loss_options={"kernels": "acme"})
+    acme(ENTRIES)
+    stock = job.done(loss_strategy=strategy, loss_options={"kernels": "torch"})["strategies"][strategy]
+    ours = job.done(loss_strategy=strategy, loss_options={"kernels": kernels})["strategies"][strategy]
+    assert ours["losses"] == stock["losses"]
+    names = {"flce": {"flce_forward", "scaled"}, "cce": {"linear_ce_forward", "linear_ce_backward"}}[strategy]
+    assert set(sys.modules["acme_package"].BACKEND.calls) == names
+    assert {kernel.rpartition(".")[0] for kernel in ours["kernels"]} == {kernels}
+
+
+def test_kernels_for_another_device_are_refused(acme: Callable[[str], None]) -> None:
+    acme(ENTRIES)
+    strategy = STRATEGIES.get("cce")
+    problem, profile = Problem(rows=8, hidden=8, vocab=8), DeviceProfile("cuda")
+    why = strategy.check(problem, profile, strategy.Options(kernels="acme"))
+    assert why == "kernels='acme' was asked for, but acme has kernels for CPUs only"
+    assert strategy.check(problem, DeviceProfile("cpu"), strategy.Options(kernels="acme")) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("acme = acme_package:NOTHING", "kernel backend 'acme' of the package acme-package could not be loaded"),
+        ("acme = acme_package:REFUSED", "points at a ModelFamily without obstacle, linear_ce_forward"),
+    ],
+)
+def test_broken_kernels_are_named(acme: Callable[[str], None], entry: str, words: str) -> None:
+    acme(f"[loss_plugins.kernels]\n{entry}\n")
+    with pytest.raises(ConfigError) as caught:
+        STRATEGIES.get("cce").Options(kernels="acme")
+    assert words in str(caught.value)
 
 
 def test_a_family_from_yaml(job: Job, acme: Callable[[str], None]) -> None:

@@ -104,7 +104,7 @@ def take_off(handle: PatchHandle) -> None:
         handle.model.__dict__["forward"] = theirs
 
 
-def _answer(logits: Any, labels: Tensor, temperature: float, outputs: tuple[str, ...]) -> dict[str, Tensor | None]:
+def _answer(logits: Any, labels: Tensor, temperature: float, outputs: tuple[str, ...]) -> dict[str, Any]:
     mask = labels != -100
     if temperature != 1.0:
         logits = logits / temperature
