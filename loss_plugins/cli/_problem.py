@@ -7,6 +7,8 @@ from typing import Any
 from ..errors import ConfigError, UnsupportedError, unknown_name
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+EXAMPLE = (8192, 4096, 128_256)
+"""Rows, hidden width and vocabulary of a usual step: Llama-3-8B's head."""
 DEVICES = ("cpu", "cuda", "mps", "xpu", "npu")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .bench import bench
+from .doctor import doctor
 from .env import env
 from .estimate import estimate
 from .families import families
@@ -31,6 +32,7 @@ app.command()(families)
 app.command()(verify)
 app.command()(bench)
 app.command()(env)
+app.command()(doctor)
 app.add_typer(llamafactory, name="llamafactory")
 app.command()(install_hook)
 app.command()(remove_hook)

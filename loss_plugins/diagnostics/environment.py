@@ -1,4 +1,4 @@
-"""What a bug report needs: versions and the device."""
+"""What a bug report needs: versions and the device. Versions can be had where torch cannot be imported."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..device import DeviceProfile
 
 _PACKAGES = (
     "torch", "triton", "torch_npu", "triton-ascend", "transformers", "accelerate", "peft", "trl", "datasets",
-    "tokenizers", "gguf", "liger-kernel", "cut-cross-entropy",
+    "tokenizers", "gguf", "liger-kernel", "cut-cross-entropy", "deepspeed", "axolotl", "llamafactory", "ms-swift",
+    "lightning",
 )  # fmt: skip
 
 
@@ -39,6 +39,8 @@ def best_device() -> str:
 
 def report() -> dict[str, Any]:
     """Versions, system, and the facts of the device that a Trainer would use. Facts that are not known are left out."""
+    from ..device import DeviceProfile
+
     profile = DeviceProfile.probe(best_device())
     device = _known(asdict(profile))
     if profile.npu is not None:

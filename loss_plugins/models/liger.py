@@ -171,11 +171,12 @@ def own_losses(model: nn.Module, settings: Mapping[str, Any]) -> list[str]:
     return [name for name in reversed(LIGER_LOSSES) if name in defaults and settings.get(name, defaults[name])]
 
 
-def refuse_device(device: torch.device) -> None:
+def refuse_device(device: torch.device, profile: DeviceProfile | None = None) -> None:
     """Raises:
-    UnsupportedError: Liger's kernels cannot be launched on ``device``.
+    UnsupportedError: Liger's kernels cannot be launched on ``device``, of which ``profile`` has the facts.
     """
-    _refuse(device, _npu_obstacle(device) if device.type == "npu" else DeviceProfile.probe(device).triton_obstacle)
+    profile = profile or DeviceProfile.probe(device)
+    _refuse(device, _npu_obstacle(profile) if device.type == "npu" else profile.triton_obstacle)
 
 
 def _refuse(device: torch.device, obstacle: str | None) -> None:
@@ -186,12 +187,11 @@ def _refuse(device: torch.device, obstacle: str | None) -> None:
         )
 
 
-def _npu_obstacle(device: torch.device) -> str | None:
+def _npu_obstacle(profile: DeviceProfile) -> str | None:
     """Why Liger's kernels for an NPU cannot be launched. Where they cannot even be imported, Liger takes those for a
     GPU without a word."""
-    obstacle = DeviceProfile.probe(device).ascend_obstacle
-    if obstacle is not None:
-        return obstacle
+    if profile.ascend_obstacle is not None:
+        return profile.ascend_obstacle
     home = "liger_kernel.ops.backends._ascend"
     try:
         importlib.import_module(f"{home}.ops")
