@@ -4,12 +4,14 @@ The published compiler lacks only its last step, which turns HIVM into machine c
 in for it. So what is learnt here is whether a kernel compiles until then, and whether its blocks fit the unified buffer,
 whose planning is part of HIVM. All reading of the compilers' texts is in this file.
 
-LP_ASCEND_IR names the folder with one folder for each release of ascendnpu-ir.
+LP_ASCEND_IR names the folder with one folder for each release of ascendnpu-ir, LP_ASCEND_CACHE one for what is kept.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import math
 import os
 import re
 import subprocess
@@ -22,6 +24,7 @@ import triton.backends.ascend.compiler as ascend_compiler
 VERSIONS = {"1.0.0": "CANN 8.5", "1.1.0": "CANN 9.0", "1.2.0": "CANN 9.1"}
 """Releases of ascendnpu-ir, and the CANN whose compiler each is by its date."""
 LATEST = "1.2.0"
+CACHE = Path(os.environ.get("LP_ASCEND_CACHE", tempfile.gettempdir())) / "ascend-hivm"
 
 _LAST_STEP = """#!/bin/sh
 [ "$1" = "--version" ] && { echo "hivmc 1.2.0"; exit 0; }
@@ -54,10 +57,11 @@ class Hivm(NamedTuple):
 
 def compiler(version: str = LATEST) -> Path:
     """BiShengIR's compiler of a release."""
-    path = Path(os.environ["LP_ASCEND_IR"]) / version / "ascendnpuir" / "bin" / "bishengir-compile"
-    if not os.access(path, os.X_OK):
-        path.chmod(0o755)
-    return path
+    folder = Path(os.environ["LP_ASCEND_IR"]) / version / "ascendnpuir" / "bin"
+    for path in folder.glob("bishengir-compile*"):  # the one for 950 is a program of its own
+        if not os.access(path, os.X_OK):
+            path.chmod(0o755)
+    return folder / "bishengir-compile"
 
 
 @functools.cache
@@ -71,22 +75,43 @@ def last_step() -> str:
 
 
 def to_hivm(linalg: str, version: str = LATEST, arch: str = "Ascend910B3") -> Hivm:
-    """Compile one module of linalg for a chip, by one release.
+    """Compile one module of linalg for a chip, by one release; each once, since the releases are pinned.
 
     Raises:
         LoweringError: it does not compile, or its blocks do not fit.
     """
+    key = hashlib.sha256(f"{version} {arch} {options_for(arch)}\n{linalg}".encode()).hexdigest()[:24]
+    known = CACHE / f"{key}.mlir"
     text, metadata = ascend_compiler._parse_linalg_metadata(linalg, {})
+    if not known.exists():
+        hivm = _compile(text, version, arch)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        part = CACHE / f"{key}.{os.getpid()}"
+        part.write_text(hivm)
+        part.rename(known)
+    hivm = known.read_text()
+    return Hivm(hivm, ub_peak_bytes(hivm), metadata["mix_mode"])
+
+
+def options_for(arch: str) -> list[str]:
+    """What triton-ascend asks the compiler for, by default."""
+    if arch.startswith("Ascend950"):
+        return ["--enable-auto-multi-buffer=False", "--enable-auto-bind-sub-block=False"]
+    return ["--enable-auto-multi-buffer=True", "--enable-auto-bind-sub-block=True", "--enable-hivm-compile=true"]
+
+
+def _compile(text: str, version: str, arch: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ttadapter.mlir"
         source.write_text(text)
+        program = compiler(version)
         done = subprocess.run(
             [
-                compiler(version), source, f"--target={arch}", "--enable-auto-multi-buffer=True",
-                "--enable-auto-bind-sub-block=True", "--enable-hfusion-compile=true", "--enable-hivm-compile=true",
+                program, source, f"--target={arch}", *options_for(arch), "--enable-hfusion-compile=true",
                 "--enable-triton-kernel-compile=true", "-o", Path(folder) / "kernel",
             ],
-            capture_output=True, text=True, cwd=folder, env={**os.environ, "PATH": last_step() + os.pathsep + os.environ["PATH"]},
+            capture_output=True, text=True, cwd=folder,
+            env={**os.environ, "PATH": os.pathsep.join((last_step(), str(program.parent), os.environ["PATH"]))},
         )  # fmt: skip
         if done.returncode:
             wanted = re.findall(r"ub overflow, requires (\d+) bits while (\d+)", done.stderr)
@@ -94,21 +119,21 @@ def to_hivm(linalg: str, version: str = LATEST, arch: str = "Ascend910B3") -> Hi
                 wants, has = (int(bits) // 8 for bits in wanted[-1])
                 raise LoweringError(f"{version} {arch}: {wants} bytes of unified buffer wanted, {has} there", wants)
             raise LoweringError(f"{version} {arch}: " + re.sub(r'loc\("[^"]*"(:\d+:\d+)?\):?', "", done.stderr)[-2000:])
-        hivm = (Path(folder) / "kernel.o").read_text()
-    return Hivm(hivm, ub_peak_bytes(hivm), metadata["mix_mode"])
+        return (Path(folder) / "kernel.o").read_text()
 
 
 def ub_peak_bytes(hivm: str) -> int:
     """The end of the last buffer that was placed in the unified buffer."""
-    starts = {name: int(value) for name, value in re.findall(r"%(\S+) = arith\.constant (\d+) : i64", hivm)}
-    casts = re.findall(r"hivm\.hir\.pointer_cast\(%(\S+?)\) : memref<((?:\d+x)*)(\w+), #hivm\.address_space<ub>>", hivm)
     peak = 0
-    for start, shape, kind in casts:
-        entries = 1
-        for size in filter(None, shape.split("x")):
-            entries *= int(size)
-        if start in starts:
-            peak = max(peak, starts[start] + entries * _BITS.get(kind, 32) // 8)
+    for function in hivm.split("func.func ")[1:]:  # a name is one function's
+        constants = re.findall(r"%(\S+) = (?:arith\.constant |llvm\.mlir\.constant\()(\d+) : i64", function)
+        starts = {name: int(value) for name, value in constants}
+        for start, shape, kind in re.findall(
+            r"hivm\.hir\.pointer_cast\(%(\S+?)\) : memref<((?:\d+x)*)(\w+), #hivm\.address_space<ub>>", function
+        ):
+            entries = math.prod(int(size) for size in filter(None, shape.split("x")))
+            if start in starts:
+                peak = max(peak, starts[start] + entries * _BITS.get(kind, 32) // 8)
     return peak
 
 

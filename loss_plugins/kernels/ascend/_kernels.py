@@ -97,8 +97,9 @@ def row_sums_kernel(
                             b_z = tl.where(m_v, b_z, float("-inf"))
                         b_new = tl.maximum(b_max, tl.max(b_z, 0))
                         if WANT_BEST:
-                            # only a larger one, so that the first of equals stays
-                            b_best = tl.where(b_new > b_max, tl.argmax(b_z, 0) + i_v + first_column, b_best)
+                            # tl.argmax has no form for a 950; only a larger one, so that the first of equals stays
+                            b_here = tl.min(tl.where(b_z == b_new, o_v, columns - 1), 0)
+                            b_best = tl.where(b_new > b_max, b_here + first_column, b_best)
                         # nothing but -inf so far keeps a zero sum: exp(-inf - -inf) would be NaN
                         b_anchor = tl.where(b_new == float("-inf"), 0.0, b_new)
                         b_carry = tl.exp(b_max - b_anchor)

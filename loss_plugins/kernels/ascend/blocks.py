@@ -26,19 +26,22 @@ def grid_for(rows: int, soc: Soc, group: int = 1) -> tuple[int]:
     return (max(1, min(soc.vector_cores, -(-rows // group))),)
 
 
-def forward_block(columns: int, rewritten: bool = False, bias: bool = False, extras: int = 0) -> int:
+def forward_block(
+    columns: int, rewritten: bool = False, bias: bool = False, entropy: bool = False, predicted: bool = False
+) -> int:
     """Entries of a row at a time in the kernel of the running sums.
 
     Args:
         columns: Of a row.
         rewritten: A scale, a softcap or smoothing: what lies behind a row's end then takes a buffer of its own.
         bias: Whether there is one.
-        extras: How many of entropy and predictions are wanted.
+        entropy: Whether it is wanted.
+        predicted: Whether the largest logit's index is wanted, for which indices are compared too.
     """
     most = FORWARD_BLOCK_WITH_MORE
-    if not rewritten and bias + extras < 2:
-        most = FORWARD_BLOCK_WITH_ONE if bias or extras else FORWARD_BLOCK
-    return _power_of_two(columns, most)
+    if not rewritten and not (bias and entropy):
+        most = FORWARD_BLOCK_WITH_ONE if bias or entropy else FORWARD_BLOCK
+    return _power_of_two(columns, min(most // 2, FORWARD_BLOCK_WITH_MORE) if predicted else most)
 
 
 def gradient_block(columns: int) -> int:

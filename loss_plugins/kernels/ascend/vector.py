@@ -65,7 +65,7 @@ def row_sums(
     assert before is None or before.numbers.stride(0) == after.numbers.stride(0)
     has_class_weight = smoothing and class_weight is not None
     rewritten = transform.scale != 1.0 or transform.softcap != 0.0 or smoothing
-    block = forward_block(columns, rewritten, bias is not None, want_entropy + want_predicted)
+    block = forward_block(columns, rewritten, bias is not None, want_entropy, want_predicted)
     with on(logits.device):
         kernels().row_sums_kernel[grid_for(rows, soc, GROUP)](
             logits, labels, unused if bias is None else bias, class_weight if has_class_weight else unused,
