@@ -11,6 +11,8 @@ from .npu import Npu, has_ascend_triton
 
 GPUS = ("cuda", "rocm", "xpu")
 """Kinds of device that Triton knows. For an NPU there is another Triton, triton-ascend, with kernels of its own."""
+WITHOUT_FLOAT64 = ("mps", "npu")
+"""Kinds of device whose own units do not compute in float64."""
 TRITON_CAPABILITY = (8, 0)
 """The oldest CUDA GPU that Triton compiles for and its authors test."""
 TILE_BYTES = 64 << 10

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -200,7 +201,9 @@ def triton_obstacle() -> str:
     if "ascend" not in backends:
         return f"triton-ascend {version} is installed, but Triton finds only {', '.join(backends) or 'no'} backends"
     try:
-        target = driver.active.get_current_target()
+        with warnings.catch_warnings():  # that CANN is missing is said below
+            warnings.simplefilter("ignore")
+            target = driver.active.get_current_target()
     except Exception as error:
         return f"triton-ascend {version} has no driver here ({_first_line(error)}): {cann_advice()}"
     return "" if target.backend == "npu" else f"Triton's active driver is for {target.backend}, not for an NPU"
@@ -336,10 +339,10 @@ def install_commands(npu: Npu) -> list[str]:
     index = f" --extra-index-url {release.index}" if release.index else ""
     return [
         *commands,
-        "pip uninstall -y triton triton-ascend",
         f"pip install torch=={torch} --index-url https://download.pytorch.org/whl/cpu",
         f"pip install torch_npu=={release.torch_npu}",
+        "pip install loss-plugins   # and all else that may bring Triton, which would be laid over triton-ascend later",
+        "pip uninstall -y triton triton-ascend",
         f"pip install triton-ascend=={release.triton_ascend} pybind11{index}",
-        "pip install --no-deps loss-plugins   # what pulls Triton in after this step would overwrite triton-ascend",
         "loss-plugins doctor",
     ]

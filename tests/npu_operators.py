@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# as torch_npu 2.13.0 declares them
 SCHEMAS = (
     "npu_cross_entropy_loss(Tensor input, Tensor target, Tensor? weight=None, str reduction='mean', int ignore_index=-100, "
     "float label_smoothing=0., float lse_square_scale_for_zloss=0., bool return_zloss=False) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     "npu_fused_linear_online_max_sum(Tensor input, Tensor weight, Tensor target, int vocab_start_index, "
-    "int vocab_end_index, bool return_logits=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor?)",
+    "int vocab_end_index, bool return_logits=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "npu_fused_linear_cross_entropy_loss_with_max_sum_backward(Tensor grad, Tensor input, Tensor weight, Tensor target_mask, "
     "Tensor masked_target, float label_smoothing=0., Tensor? logits_max=None, Tensor? sum_exp_logits=None, "
     "Tensor? softmax=None) -> (Tensor, Tensor)",
@@ -95,7 +96,7 @@ def online_max_sum(
     vocab_start_index: int,
     vocab_end_index: int,
     return_logits: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_linear(input, weight)
     refuse(vocab_end_index - vocab_start_index + 1 != weight.shape[0], "the last index counts as inside")
     refuse(bool((target < 0).any()), "a label below 0 (masked there, with a loss and a gradient that nobody wants)")
@@ -105,7 +106,7 @@ def online_max_sum(
     max_ = logits.amax(1)
     predicted = torch.where(mask, 0.0, logits.gather(1, local[:, None])[:, 0] - max_)
     sum_ = (logits - max_[:, None]).exp().sum(1)
-    return max_, sum_, predicted, pack(mask), local, logits if return_logits else None
+    return max_, sum_, predicted, pack(mask), local, logits if return_logits else logits.new_empty(0)
 
 
 def max_sum_backward(

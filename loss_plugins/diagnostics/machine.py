@@ -191,14 +191,15 @@ def _npu(profile: DeviceProfile | None) -> Iterator[Finding]:
             triton_ascend=installed("triton-ascend"),
             obstacle=npu.triton_obstacle() if profile is not None else "torch cannot be imported",
         )
-    commands = tuple(npu.install_commands(found))
+    commands = tuple(npu.install_commands(found))  # said once
     if not here:
         reason = _no_device(found, profile)
         yield Finding("error" if found.torch_npu or npu.has_hardware() else "note", reason, commands)
     elif found.obstacle:
         yield Finding("warning", f"torch's kernels run in place of triton-ascend's: {found.obstacle}", commands)
-    for said in npu.mismatches(found, installed("torch"), sys.version_info[:2]):
-        yield Finding("warning", said, ("pip list | grep -iE 'torch|triton'", *commands))
+    outside = npu.mismatches(found, installed("torch"), sys.version_info[:2])
+    for place, said in enumerate(outside):
+        yield Finding("warning", said, commands if here and not found.obstacle and place == len(outside) - 1 else ())
     if here and not found.has_fused_linear:
         what = f"loss_options {{kernels: native}} of cce cannot run: only torch_npu {HAVE_FUSED} have its operators"
         yield Finding("note", what)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..device import WITHOUT_FLOAT64
+
 SUMS = ("valid", "total", "accuracy", "entropy", "dropped")
 
 _keys = itertools.count()
@@ -57,7 +59,8 @@ def _(target: Tensor, key: int) -> Tensor:
 
 
 class StatisticsBuffer:
-    """Sums over tokens since the last `pop`, one small float64 vector a device. Adding never waits for a device."""
+    """Sums over tokens since the last `pop`, one small vector a device, float64 where the device has that. Adding never
+    waits for it."""
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
         self.names = names
@@ -70,7 +73,7 @@ class StatisticsBuffer:
             valid: Which tokens count, bool, shape ``[N]``.
             fields: Per-token values that are 0 where a token does not count, shape ``[N]``, by name.
         """
-        wide = torch.float32 if valid.device.type == "mps" else torch.float64
+        wide = torch.float32 if valid.device.type in WITHOUT_FLOAT64 else torch.float64
         zero = torch.zeros((), dtype=wide, device=valid.device)
         sums = [valid.sum(dtype=wide), zero + valid.numel()]
         for name in SUMS[2:]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..device import WITHOUT_FLOAT64
 from ..errors import ConfigError, unknown_name
 from ._base import FIELDS
 
@@ -284,7 +285,8 @@ def _check_items(value: int | float | Tensor | None, reduction: str, device: tor
     if not value > 0:
         raise ConfigError(f"num_items_in_batch must be above 0, got {value!r}. Leave it out for the mean over tokens.")
     # full, not tensor: a fill is launched, a copy from the host would be waited for
-    return torch.full((), float(value), device=device, dtype=torch.float64 if device.type != "mps" else torch.float32)
+    dtype = torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+    return torch.full((), float(value), device=device, dtype=dtype)
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor | None) -> torch.dtype:

@@ -19,6 +19,8 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <set>
+#include <string>
 
 namespace {
 
@@ -164,7 +166,18 @@ at::Tensor& set(at::Tensor& self, at::Storage storage, int64_t offset, c10::IntA
   return at::native::set_storage_cpu_(self, storage, offset, size, stride);
 }
 
-void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
+// A chip's own units know no float64: what is asked to compute in it is noted.
+std::set<std::string> doubles;
+
+void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().device().type() == NPU &&
+        value.toTensor().scalar_type() == at::kDouble) {
+      doubles.insert(op.schema().name());
+    }
+  }
+  at::native::cpu_fallback(op, stack);
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
@@ -207,4 +220,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("allocated", [] { return static_cast<int64_t>(allocated); });
   m.def("peak", [] { return static_cast<int64_t>(peak); });
   m.def("reset_peak", [] { peak = static_cast<int64_t>(allocated); });
+  m.def("doubles", [] { return std::vector<std::string>(doubles.begin(), doubles.end()); });
 }

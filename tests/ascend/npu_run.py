@@ -161,6 +161,41 @@ def labels() -> None:
         )
 
 
+def wide() -> None:
+    """Nothing of ours is computed in float64, with statistics and every addition to the loss."""
+    before = set(npu_device.memory.doubles())
+    for strategy in STRATEGY_NAMES:
+        settings = {"loss_statistics": ["accuracy", "entropy"], "loss_label_smoothing": 0.1, "loss_z_loss": 1e-3}
+        args = arguments(FOLDER, use_cpu=False, loss_strategy=strategy, max_steps=1, **settings)
+        trainer = LossPluginTrainer(model=llama(), args=args, train_dataset=rows())
+        trainer.train()
+        logged = [entry for entry in trainer.state.log_history if "loss_plugins/entropy" in entry]
+        say(f"wide, {strategy}", entropy=logged[0]["loss_plugins/entropy"])
+    h, w = torch.randn(8, 16, device=NPU), torch.randn(50, 16, device=NPU)
+    linear_cross_entropy(h, w, torch.arange(8).to(NPU), num_items_in_batch=5)
+    say("wide", doubles=sorted(set(npu_device.memory.doubles()) - before))
+
+
+def commands() -> None:
+    """`doctor`, `plan` and `verify` on the device."""
+    from typer.testing import CliRunner
+
+    from loss_plugins.cli.main import app
+
+    def run(*words: str) -> Any:
+        done = CliRunner().invoke(app, [*words, "--json"])
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return done.exit_code, json.loads(done.stdout)
+
+    code, found = run("doctor")
+    say("doctor", code=code, device=found["device"], strategies=found["strategies"], findings=found["findings"])
+    code, found = run("plan", "--rows", "8192", "--hidden", "1024", "--vocab", "151936")
+    say("plan", code=code, chosen=found["chosen"], device=found["device"])
+    code, found = run("verify", "tiny:llama", "--strategy", "flce", "--strategy", "cce", "--device", "npu")
+    say("verify", code=code, **found)
+
+
 def liger() -> None:
     """liger-kernel's other kernels beside ours: they run, or the reason is said."""
     from loss_plugins.errors import LossPluginError
@@ -178,7 +213,7 @@ def liger() -> None:
         say("liger", refused=str(error))
 
 
-CASES = (facts, curves, job, memory, labels, liger)
+CASES = (facts, curves, job, memory, labels, wide, commands, liger)
 
 if __name__ == "__main__":
     logging.disable(logging.INFO)

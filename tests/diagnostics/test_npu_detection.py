@@ -271,8 +271,8 @@ def test_what_to_install_fits_together_and_comes_in_order(cann: str, triton_asce
     commands = npu.install_commands(Npu(cann=cann))
     text = "\n".join(commands)
     assert ("set_env.sh" in commands[0]) == (not cann)
-    order = ["pip uninstall -y triton triton-ascend", "pip install torch==", f"pip install torch_npu=={torch_npu}",
-             f"pip install triton-ascend=={triton_ascend} pybind11"]  # fmt: skip
+    order = ["pip install torch==", f"pip install torch_npu=={torch_npu}", "pip install loss-plugins",
+             "pip uninstall -y triton triton-ascend", f"pip install triton-ascend=={triton_ascend} pybind11"]  # fmt: skip
     places = [text.index(part) for part in order]
     assert places == sorted(places)
     assert ("osinfra" in text) == (triton_ascend != "3.2.0"), "only 3.2.0 is on PyPI"

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...device import WITHOUT_FLOAT64
+
 FLOOR = 1e-3
 """Part of the whole gradient's norm below which a parameter's own gradient is rounding, for its relative error."""
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -63,7 +65,8 @@ def apart(ours: Taken, stock: Taken, names: Iterable[str], reduce: Callable[[Ten
             of the gradients.
     """
     names = list(names)
-    off = (ours.loss.double() - stock.loss.double()).abs() if ours.loss.device.type != "mps" else _off32(ours, stock)
+    is_narrow = ours.loss.device.type in WITHOUT_FLOAT64
+    off = _off32(ours, stock) if is_narrow else (ours.loss.double() - stock.loss.double()).abs()
     device, wide = off.device, off.dtype
     rows = [torch.stack([off, stock.loss.to(wide).abs(), off.new_zeros(()), off.new_zeros(())])]
     rows += [_sums(ours.gradients.get(name), stock.gradients.get(name), device, wide) for name in names]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...device import WITHOUT_FLOAT64
 from ..frame import Frame, Scope, calling_for_real
 from ..head import Head
 from ..swap import JOB
@@ -132,7 +133,7 @@ def yardstick_of(calls: list[HeadCall], limit: int) -> torch.dtype | str:
     wide = WIDER.get(calls[0].dtype)
     if wide is None:
         return f"there is no type wider than {str(calls[0].dtype).removeprefix('torch.')}"
-    if wide is torch.float64 and calls[0].device.type in ("mps", "npu"):
+    if wide is torch.float64 and calls[0].device.type in WITHOUT_FLOAT64:
         return f"{calls[0].device.type} has no float64"
     needed = wide.itemsize * sum(2 * c.vocab * c.hidden + 4 * c.rows * c.vocab for c in calls)
     if needed > limit:
