@@ -163,7 +163,7 @@ def test_the_weight_may_be_wider_than_the_products(seen):
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
         gradients = torch.autograd.grad((loss * problem.row_scale).sum(), problem.leaves)
         half.compare(want, [g.bfloat16() for g in gradients])
-    total, d_hidden, d_weight, *_ = problem.flce(16)
+    _, d_hidden, d_weight, *_ = problem.flce(16)
     assert d_weight.dtype == torch.float32
     half.compare(want, (d_hidden.bfloat16(), d_weight.bfloat16()))
 
@@ -242,7 +242,7 @@ def test_given_logits(seen, monkeypatch, dtype, shape, inplace, labels):
     y = torch.randint(0, shape[2], (shape[0] * shape[1],), generator=g)
     y[1::3] = -100
     logits, keep = source * 1, source.detach().clone()
-    loss, nll, max_, log_sum, entropy, predicted = ops.cross_entropy(
+    loss, nll, max_, log_sum, entropy, _ = ops.cross_entropy(
         logits, y.to(labels), None, -100, 0.5, 3.0, 0.1, 1e-3, True, True, inplace, "ascend"
     )
     assert {t.dtype for t in (loss, nll, max_, log_sum, entropy)} == {torch.float32}
