@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config import LossConfig
 from ..diagnostics.machine import Finding
 from ..errors import ConfigError, LossPluginError, unknown_name
+from ..npu import installed
 from ._problem import EXAMPLE
 from ._settings import read_yaml
 
@@ -69,6 +70,9 @@ def examine(path: Path, framework: str | None, profile: DeviceProfile | None) ->
         config, findings = reader[whose](values, path)
     except LossPluginError as error:
         findings = [Finding("error", str(error).rstrip("."))]
+    package = {AXOLOTL: "axolotl", LLAMAFACTORY: "llamafactory", SWIFT: "ms-swift"}.get(whose)
+    if package and not installed(package):
+        findings.append(Finding("note", f"{package} is not installed in this Python environment"))
     if config is not None and profile is not None:
         findings += _here(config, values, profile)
     asks = "asks nothing of loss_plugins" if config is None else f"asks for {config}"

@@ -11,6 +11,7 @@ import torch
 
 from ..device import GPUS, DeviceProfile, free_bytes
 from ..errors import ConfigError, UnsupportedError
+from ..npu import installed, mismatches
 from ..registry import Registry
 from ._base import Problem, Strategy
 from ._options import MIB, parse_options
@@ -135,7 +136,9 @@ def profile_of(device: torch.device) -> DeviceProfile:
 def _file_profile(device: torch.device) -> str:
     key = str(device)
     if key not in _PROFILES:
-        _PROFILES[key] = DeviceProfile.probe(device)
+        _PROFILES[key] = profile = DeviceProfile.probe(device)
+        for said in [] if profile.npu is None else mismatches(profile.npu, installed("torch")):
+            logger.warning("Outside what is released to fit together, see loss-plugins doctor: %s", said)
     return key
 
 

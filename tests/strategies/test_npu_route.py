@@ -10,7 +10,7 @@ import torch
 from loss_plugins.device import DeviceProfile
 from loss_plugins.errors import ConfigError, UnsupportedError
 from loss_plugins.npu import FUSED, Npu
-from loss_plugins.strategies import STRATEGIES, Problem, select
+from loss_plugins.strategies import STRATEGIES, Problem, _select, select
 from loss_plugins.strategies._options import backend_for
 
 MISSING = "triton-ascend is not installed (Triton 3.7.1 is, which has no code for an NPU)"
@@ -70,6 +70,19 @@ def test_asked_for_filter_is_applied_by_either():
     for profile, kernels in ((LAUNCHES, "ascend"), (PLAIN, "torch")):
         plan = select("cce", {"filter": 1e-3}, LARGE, profile)
         assert plan.strategy.backends(profile, plan.options) == (kernels, kernels)
+
+
+def test_versions_that_do_not_fit_are_said_once(monkeypatch, caplog):
+    odd = replace(LAUNCHES, npu=Npu(chip="Ascend910B3", torch_npu="2.6.0", triton_ascend="3.2.1"))
+    monkeypatch.setattr(DeviceProfile, "probe", lambda device: odd)
+    monkeypatch.setattr(_select, "_PROFILES", {})
+    device = torch.device("cpu")  # torch knows no "npu" by itself
+    assert _select.profile_of(device) is _select.profile_of(device) is odd
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == len(set(said)) == 3
+    assert "torch_npu 2.6.0 is built for torch 2.6.0, and torch" in said[0]
+    assert "triton-ascend 3.2.1 is made for torch_npu 2.7.1, and 2.6.0 is installed" in said[1]
+    assert "checked with triton-ascend 3.2.0, not with 3.2.1" in said[2]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.builtin())
