@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs training frameworks' own commands, stock and with our keys, on a tiny model: up to four minutes each on two cores.
 #   bash scripts/frameworks.sh                    # all
-#   bash scripts/frameworks.sh axolotl            # one of: axolotl llamafactory swift lightning
+#   bash scripts/frameworks.sh axolotl            # one of: axolotl llamafactory swift lightning verl
 # A framework and what it needs in other releases lie in a folder of their own, in front of the test environment's packages;
 # torch is never installed with it. HERE=1 uses the packages of the python on PATH instead of making an environment.
 set -euo pipefail
@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 
 frameworks=("$@")
-[ $# -gt 0 ] || frameworks=(axolotl llamafactory swift lightning)
+[ $# -gt 0 ] || frameworks=(axolotl llamafactory swift lightning verl)
 
 if [ -n "${HERE:-}" ]; then
   python=$(command -v "${PYTHON:-python3}")
@@ -51,6 +51,12 @@ install_swift() {
 
 install_lightning() {
   install "$1" lightning==2.6.6 pytorch-lightning==2.6.6 lightning-utilities torchmetrics
+}
+
+install_verl() {
+  install "$1" verl==0.9.1 transformers==5.10.1 tokenizers==0.22.2 huggingface_hub==1.33.0 "tensordict<=0.10.0" ray codetiming pyvers \
+    hydra-core omegaconf antlr4-python3-runtime==4.9.3 cloudpickle orjson msgpack jsonschema referencing rpds-py \
+    jsonschema-specifications attrs click protobuf httpx httpcore
 }
 
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false

@@ -27,13 +27,13 @@ POEM = [
 ]
 
 
-def make_model(folder: Path) -> None:
-    """Two layers, width 32, 320 classes, and a tokenizer."""
+def make_model(folder: Path, vocab: int = 320) -> None:
+    """Two layers, width 32, and a tokenizer."""
     train_tokenizer(POEM * 4, 300).save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(vocab_size=320, max_position_embeddings=256, **sizes, **heads)
+    config = LlamaConfig(vocab_size=vocab, max_position_embeddings=256, **sizes, **heads)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
@@ -88,3 +88,63 @@ def history(folder: Path, key: str = "loss") -> list[dict[str, Any]]:
     """What the Trainer logged with ``key`` in it, from its last checkpoint in ``folder``: at each step, or evaluation."""
     (state,) = sorted(folder.glob("checkpoint-*/trainer_state.json"))
     return [entry for entry in json.loads(state.read_text())["log_history"] if key in entry]
+
+
+WIDE = 32768
+"""Classes of a model whose logits are most of what a training step takes."""
+SMALLEST: dict[str, Any] = {"loss_strategy": "cce", "loss_options": {"workspace_mb": 1}}
+METER = """
+import importlib.util, pathlib, sys
+from importlib.abc import MetaPathFinder
+
+
+class Finder(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "transformers.trainer":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_measure(module):
+            load(module)
+            measure(module.Trainer)
+
+        spec.loader.exec_module = load_and_measure
+        return spec
+
+
+def measure(Trainer):
+    import torch
+    from loss_plugins.diagnostics.memory import PeakMeter
+
+    step = Trainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        Trainer.training_step = step  # the first alone: watching is slow
+        with PeakMeter(torch.device("cpu")) as meter:
+            meter.mark()
+            loss = step(self, *args, **kwargs)
+            pathlib.Path("peak.txt").write_text(str(meter.read()))
+        return loss
+
+    Trainer.training_step = training_step
+
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def write_meter(folder: Path) -> Path:
+    """A folder for `command`'s paths with which the first training step of any Trainer writes its peak to peak.txt."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(METER)
+    return folder
+
+
+def read_peak(folder: Path) -> float:
+    """MiB that the last run's first training step took at its worst, above what lived before it."""
+    path = folder / "peak.txt"
+    peak = int(path.read_text()) / 2**20
+    path.unlink()
+    return peak

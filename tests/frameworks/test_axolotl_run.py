@@ -7,7 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_job import command, history, make_model, pairs, snippet, write_entry_points, write_jsonl, write_yaml
+from small_job import (
+    SMALLEST,
+    WIDE,
+    command,
+    history,
+    make_model,
+    pairs,
+    read_peak,
+    snippet,
+    write_entry_points,
+    write_jsonl,
+    write_meter,
+    write_yaml,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -49,6 +62,37 @@ PACKED = {
 }
 KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "packed": PACKED}
 
+RL = {"learning_rate": 0.002, "val_set_size": 0, "gradient_accumulation_steps": 1, "eval_steps": None}
+
+
+def rl(kind: str, data: str, **more: Any) -> dict[str, Any]:
+    """A job on data that has the columns of its trainer already."""
+    data_keys = {"datasets": [{"path": f"./{data}.jsonl", "ds_type": "json"}], "dataset_prepared_path": f"./{data}"}
+    return {**RL, **data_keys, "rl": kind, **more}
+
+
+REWARD = {"reward_funcs": ["rewards.length"], "num_generations": 2, "max_completion_length": 12, "beta": 0.1}
+LOG_PROB_KINDS: dict[str, dict[str, Any]] = {
+    "dpo": rl("dpo", "preferences"),
+    "dpo-lora": rl("dpo", "preferences", **LORA),
+    "ipo": rl("ipo", "preferences"),
+    "kto": rl("kto", "marked", remove_unused_columns=False),
+    "orpo": rl("orpo", "preferences"),
+    "simpo": rl("simpo", "preferences", simpo_gamma=0.5),
+    "grpo": rl("grpo", "prompts", trl=REWARD),
+    "dft": {"use_dft": True},
+}
+
+
+def write_preferences(folder: Path) -> None:
+    rows = [{"prompt": a, "chosen": b, "rejected": b[::-1]} for a, b in pairs()]
+    write_jsonl(folder / "preferences.jsonl", rows)
+    rows = [{"prompt": a, "completion": b, "label": place % 2 == 0} for place, (a, b) in enumerate(pairs())]
+    write_jsonl(folder / "marked.jsonl", rows)
+    write_jsonl(folder / "prompts.jsonl", [{"prompt": a[: 8 + place]} for place, (a, _) in enumerate(pairs())])
+    reward = "def length(completions, **kwargs):\n    return [float(len(str(text)) % 5) for text in completions]\n"
+    (folder / "rewards.py").write_text(reward)
+
 
 class Jobs:
     """A folder with a model and data, and axolotl's runs in it, each once."""
@@ -56,13 +100,16 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         self.folder, self.entries = folder, folder / "entries"
         make_model(folder / "tiny")
+        make_model(folder / "wide", WIDE)
+        self.meter = write_meter(folder / "meter")
         write_jsonl(folder / "text.jsonl", [{"text": f"{a} {b}"} for a, b in pairs()])
+        write_preferences(folder)
         write_entry_points(self.entries)
         self.made: dict[str, list[dict[str, Any]]] = {}
 
-    def run(self, name: str, keys: dict[str, Any], installed: bool = False) -> tuple[int, str]:
+    def run(self, name: str, keys: dict[str, Any], installed: bool = False, measured: bool = False) -> tuple[int, str]:
         write_yaml(self.folder / f"{name}.yaml", {**KEYS, "output_dir": f"./{name}", **keys})
-        paths = (self.entries,) if installed else ()
+        paths = (*((self.entries,) if installed else ()), *((self.meter,) if measured else ()))
         return command(self.folder, "-m", "axolotl.cli.train", f"{name}.yaml", paths=paths)
 
     def history(self, name: str, keys: dict[str, Any], installed: bool = False) -> list[dict[str, Any]]:
@@ -104,6 +151,33 @@ def test_named_in_plugins(jobs: Jobs, kind: str) -> None:
     assert ours_eval == pytest.approx(stock_eval, rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", LOG_PROB_KINDS)
+def test_losses_made_of_log_probabilities(jobs: Jobs, kind: str) -> None:
+    stock = jobs.history(f"stock-{kind}", LOG_PROB_KINDS[kind])
+    ours = jobs.history(f"ours-{kind}", {**PLUGIN, **LOG_PROB_KINDS[kind], "loss_strategy": "cce"})
+    assert len(ours) == len(stock) == STEPS
+    assert len({entry["loss"] for entry in stock}) > STEPS // 2
+    for mine, theirs in zip(ours, stock, strict=True):
+        for key, value in theirs.items():  # rewards, log-probabilities, entropies and mean logits too
+            if "time" in key or "per_sec" in key or "memory" in key or "tokens/" in key:
+                continue
+            rel = 1e-3 if key == "grad_norm" else 1e-4
+            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-6 if key == "loss" else 1e-4), key
+
+
+@pytest.mark.parametrize("kind", ["full", "dpo", "kto", "orpo", "dft"])
+def test_memory_is_lower(jobs: Jobs, kind: str) -> None:
+    keys = {**{**KINDS, **LOG_PROB_KINDS}[kind], "base_model": "./wide", "max_steps": 1, "save_steps": 1}
+    peaks = []
+    for name, ours in (("stock", {}), ("ours", {**PLUGIN, **SMALLEST})):
+        code, output = jobs.run(f"{name}-wide-{kind}", {**keys, **ours}, measured=True)
+        assert code == 0, output[-3000:]
+        assert "NO LOSS WENT THROUGH" not in output
+        peaks.append(read_peak(jobs.folder))
+    print(f"axolotl {kind}: a training step of {WIDE} classes takes {peaks[0]:.1f} MiB stock, {peaks[1]:.1f} MiB ours")
+    assert peaks[1] < 0.8 * peaks[0]
+
+
 def test_found_by_itself(jobs: Jobs) -> None:
     stock = jobs.history("stock-full", {})
     ours = jobs.history("found", {"loss_strategy": "chunked", "loss_options": {"workspace_mb": 1}}, installed=True)
@@ -122,9 +196,9 @@ def test_found_by_itself(jobs: Jobs) -> None:
         ({"loss_strategy": "cce", "loss_options": {"filtr": "off"}}, "Did you mean 'filter'?"),
         ({"loss_strategi": "cce"}, "Unknown loss setting 'loss_strategi'. Did you mean 'loss_strategy'?"),
         ({"loss_strategy": "cce", "chunked_cross_entropy": True}, "the line `chunked_cross_entropy: true` asks for"),
-        ({"loss_strategy": "cce", "rl": "dpo"}, "rl: dpo and loss_strategy 'cce' were both given"),
+        ({"loss_strategy": "cce", "reward_model": True}, "reward_model: true and loss_strategy 'cce' were both given"),
     ],
-    ids=["strategy", "option", "misspelled", "two-losses", "rl"],
+    ids=["strategy", "option", "misspelled", "two-losses", "reward"],
 )
 def test_refusals_are_validation_errors(jobs: Jobs, keys: dict[str, Any], sentence: str) -> None:
     code, output = jobs.run("refused", {**PLUGIN, **keys})

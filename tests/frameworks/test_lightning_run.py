@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_job import README, command
+from small_job import README, SMALLEST, command
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,13 +54,26 @@ for name, kind in (("stock", Stock), ("ours", Tuned)):
     handle = find_handle(module.model)
     out[name] = {"losses": module.losses, "keys": sorted(module.state_dict()), "fused": handle and handle.counts.fused}
     out[name]["materialised"] = handle and handle.counts.materialised
+from loss_plugins.diagnostics.memory import PeakMeter
+
+for name, kind in (("stock", Stock), ("ours", Tuned)):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32768, **sizes)).train()
+    module = kind(model)
+    if name == "ours":
+        find_handle(model).undo()
+        patch_model(model, SMALLEST)
+    with PeakMeter(torch.device("cpu")) as meter:
+        meter.mark()
+        module.log = lambda *_: None
+        module.training_step(data[:4], 0).backward()
+        out[name]["peak"] = meter.read() / 2**20
 print(json.dumps(out))
 """
 
 
 def test_the_readme_s_module_equals_stock(tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python lightning\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    (tmp_path / "tuned.py").write_text(block + COMPARED)
+    (tmp_path / "tuned.py").write_text(block + f"SMALLEST = {SMALLEST}\n" + COMPARED)
     code, output = command(tmp_path, "tuned.py")
     assert code == 0, output[-3000:]
     assert "'accuracy': " in output, "the README's own training printed its statistics"
@@ -72,3 +85,6 @@ def test_the_readme_s_module_equals_stock(tmp_path: Path) -> None:
     assert ours["keys"] == stock["keys"]
     assert (ours["fused"], ours["materialised"]) == (10, 0)
     assert stock["fused"] is None
+    peaks = stock["peak"], ours["peak"]
+    print(f"lightning: a training step of 32768 classes takes {peaks[0]:.1f} MiB stock, {peaks[1]:.1f} MiB ours")
+    assert peaks[1] < 0.8 * peaks[0]

@@ -9,7 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_job import POEM, command, history, make_model, pairs, snippet, write_jsonl, write_yaml
+from small_job import (
+    POEM,
+    SMALLEST,
+    WIDE,
+    command,
+    history,
+    make_model,
+    pairs,
+    read_peak,
+    snippet,
+    write_jsonl,
+    write_meter,
+    write_yaml,
+)
 
 from loss_plugins.integrations.llamafactory.hook import install_hook, remove_hook
 
@@ -69,6 +82,7 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         make_model(folder / "tiny")
+        make_model(folder / "wide", WIDE)
         data = folder / "data"
         data.mkdir()
         write_jsonl(data / "pairs.jsonl", [{"instruction": a, "input": "", "output": b} for a, b in pairs()])
@@ -146,6 +160,18 @@ def test_losses_made_of_log_probabilities(jobs: Jobs, kind: str) -> None:
         for key, value in theirs.items():  # rewards, log-probabilities and mean logits too
             rel = 1e-3 if key == "grad_norm" else 1e-4
             assert mine[key] == pytest.approx(value, rel=rel, abs=1e-6 if key == "loss" else 1e-4), key
+
+
+@pytest.mark.parametrize("kind", ["full", "dpo", "kto", "dft"])
+def test_memory_is_lower(jobs: Jobs, kind: str) -> None:
+    meter = write_meter(jobs.folder / "meter")
+    keys = {**{**KINDS, **LOG_PROB_KINDS}[kind], "model_name_or_path": "./wide", "max_steps": 1, "save_steps": 1}
+    jobs.history(f"stock-wide-{kind}", keys, paths=(meter,))
+    stock = read_peak(jobs.folder)
+    jobs.history(f"ours-wide-{kind}", {**keys, **SMALLEST}, OURS, paths=(meter,))
+    ours = read_peak(jobs.folder)
+    print(f"llamafactory {kind}: a training step of {WIDE} classes takes {stock:.1f} MiB stock, {ours:.1f} MiB ours")
+    assert ours < 0.8 * stock
 
 
 def test_words_behind_the_file(jobs: Jobs) -> None:

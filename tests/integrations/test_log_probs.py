@@ -4,9 +4,11 @@ installed: logits that leave the forward until 1.14, TRL's fused head from 1.15 
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from importlib import import_module
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
@@ -59,7 +61,9 @@ def find(name: str) -> tuple[Any, Any]:
 
 
 def data(name: str) -> Any:
-    if name == "KTO":
+    if name == "SFT":
+        rows = [{"prompt": LINES[i % 4][:12], "completion": LINES[(i + 1) % 4][: 20 + i]} for i in range(24)]
+    elif name == "KTO":
         rows = [{"prompt": LINES[i % 4][:12], "completion": LINES[(i + 1) % 4], "label": i % 2 == 0} for i in range(24)]
     elif name in ("GRPO", "RLOO"):
         rows = [{"prompt": LINES[i % 4][: 8 + i]} for i in range(24)]
@@ -125,6 +129,8 @@ def assert_same(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
+        ("SFT", {"loss_type": "nll"}),
+        ("SFT", {"loss_type": "dft"}),
         ("DPO", {}),
         ("DPO", {"loss_type": "ipo"}),
         ("DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
@@ -134,7 +140,7 @@ def assert_same(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None
         ("GRPO", {}),
         ("RLOO", {}),
     ],
-    ids=["dpo", "ipo", "dpo-sft", "kto", "orpo", "cpo", "grpo", "rloo"],
+    ids=["sft", "dft", "dpo", "ipo", "dpo-sft", "kto", "orpo", "cpo", "grpo", "rloo"],
 )
 def test_as_stock(name: str, keys: dict[str, Any], saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     stock = history(build(name, saved, **keys))
@@ -144,7 +150,7 @@ def test_as_stock(name: str, keys: dict[str, Any], saved: Path, caplog: pytest.L
     assert_same(ours, stock)
     assert any(entry["loss"] != 0 for entry in stock)
     assert any(entry["grad_norm"] > 0 for entry in stock)
-    assert len(served.handles) == (1 if name in ("ORPO", "CPO") else 2)
+    assert len(served.handles) == (1 if name in ("SFT", "ORPO", "CPO") else 2)
     assert all(handle.counts.fused >= STEPS for handle in served.handles)
     assert all(handle.counts.materialised == 0 for handle in served.handles), served.handles[0].materialised_by
     assert "NO LOSS WENT THROUGH" not in caplog.text
@@ -164,6 +170,17 @@ def test_lora_with_its_base_as_reference(saved: Path) -> None:
     assert_same(runs[1], runs[0])
     assert [handle.counts.materialised for handle in served.handles] == [0]
     assert served.handles[0].counts.fused >= 2 * STEPS
+
+
+def test_the_readme_s_lines(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = Path(__file__).parents[2] / "loss_plugins" / "integrations" / "README.md"
+    (code,) = re.findall(r"^```python trl\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"dataset": data("DPO"), "folder": str(saved), "tokenizer": TOKENIZER}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(code, str(readme), "exec"), names)
+    assert names["served"].handles[0].counts.fused > 0
+    assert names["trainer"].state.global_step == 2
 
 
 def test_undo_leaves_nothing(saved: Path) -> None:
@@ -237,6 +254,16 @@ def test_what_it_is_not_combined_with(setting: dict[str, Any], words: str, saved
     with pytest.raises(UnsupportedError, match=words):
         serve_trainer(trainer, "cce")
     assert find_handle(trainer.model) is None
+
+
+def test_a_chunked_loss_of_trl_s_own_is_refused(saved: Path) -> None:
+    """As TRL <= 1.14 puts it on the model where no loss_type is given."""
+    trainer = build("SFT", saved, loss_type="nll")
+    trainer.model.__dict__.pop("forward", None)
+    code = (lambda self, **kwargs: None).__code__
+    trainer.model.forward = MethodType(FunctionType(code, {"__name__": "trl.trainer.sft_trainer"}), trainer.model)
+    with pytest.raises(UnsupportedError, match="Set loss_type: nll"):
+        serve_trainer(trainer, "cce")
 
 
 def test_trainers_that_take_more_are_refused(saved: Path) -> None:

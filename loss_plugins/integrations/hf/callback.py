@@ -19,8 +19,9 @@ from .self_check import check_from_dataset
 CAUSES = (
     "(1) the Trainer was given a compute_loss_func, or its class overrides compute_loss, and takes the labels out of "
     "the batch before the model is called; (2) the trainer computes its own loss from hidden states, as those of TRL "
-    ">= 1.15 do; (3) the batches have no labels; (4) the model that is trained was built or wrapped after it was "
-    "patched, or another library has replaced its forward. LossPluginTrainer has no such gap."
+    ">= 1.15 do, or from log-probabilities (see `serve_trainer`); (3) the batches have no labels; (4) the model that "
+    "is trained was built or wrapped after it was patched, or another library has replaced its forward. "
+    "LossPluginTrainer has no such gap."
 )
 
 

@@ -1,5 +1,5 @@
-"""Preference and policy trainers (DPO, KTO, ORPO, CPO, GRPO, RLOO): their objective is theirs, the log-probabilities in
-it come from a loss strategy, of the policy and of the reference.
+"""TRL's trainers (SFT, DPO, KTO, ORPO, CPO, GRPO, RLOO): their objective is theirs, the log-probabilities in it come
+from a loss strategy, of the policy and of the reference.
 
 Until TRL 1.14, and in trainers that others derive from these, they take logits from the model and one entry of their
 softmax a token. Those logits stay deferred here until that entry is asked for. From TRL 1.15 on they call a fused head
@@ -24,7 +24,7 @@ from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
 from .callback import LossPluginCallback
 from .fused_head import fused_forward, put_on, refuse_fused_extras, take_off
 
-SERVED = ("DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer")
+SERVED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer")
 CALLS = ("compute_loss", "compute_ref_log_probs", "compute_reference_log_probs", "_get_per_token_logps_and_entropies")
 """Methods of theirs inside which the model's logits are wanted for log-probabilities only."""
 OTHER_FUSED = ("use_liger_loss", "use_liger_kernel")
@@ -177,6 +177,12 @@ def refuse_trainer(trainer: Any, config: LossConfig) -> None:
                 f"{switch} is on, with which {name} computes its log-probabilities past the model's logits, and "
                 f"loss_strategy {config.loss_strategy!r} was asked for: two losses for one model. Leave {switch} out."
             )
+    if any(_is_trl_s_own(model) for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None):
+        raise UnsupportedError(
+            f"{name} has put a forward of its own on the model, which computes the loss in chunks past the model's "
+            f"head (loss_type chunked_nll), and loss_strategy {config.loss_strategy!r} was asked for. Set loss_type: "
+            "nll, or leave loss_plugins out."
+        )
     refuse_fused_extras(trainer)
     refuse_wrappers(args, trainer.model, config, sharded=_is_sharded(trainer))
 
@@ -210,6 +216,14 @@ def refuse_wrappers(args: Any, model: Any, config: LossConfig, sharded: str | No
             f"{asked}, and DDP looks for unused parameters in the forward's outputs, before the head has been used. "
             "Set ddp_find_unused_parameters: false."
         )
+
+
+def _is_trl_s_own(model: Any) -> bool:
+    """Whether TRL <= 1.14 has put a forward on the model that computes a loss without logits."""
+    inner = unwrapped(model)
+    forward = inner.__dict__.get("forward")
+    home = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+    return home.startswith("trl.") and fused_forward(inner) is None
 
 
 def _is_sharded(trainer: Any) -> str | None:

@@ -80,7 +80,9 @@ def refuse_foreign_forward(model: Any, what: str) -> None:
         raise UnsupportedError(
             f"{what} was used with a trainer of TRL, which has set its own fused head on {type(model).__name__} "
             f"({home}): TRL computes the loss from hidden states itself, without logits, and never calls the model's "
-            f"own loss, so loss_plugins has no effect there. Leave {what} out, or train with a plain LossPluginTrainer."
+            f"own loss, so loss_plugins has no effect there. In place of {what} call "
+            "loss_plugins.integrations.hf.serve_trainer(trainer, ...) once the trainer is built, or train with a plain "
+            "LossPluginTrainer."
         )
     if root in ("liger_kernel", "cut_cross_entropy"):
         raise PatchError(
