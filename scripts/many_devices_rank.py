@@ -259,15 +259,23 @@ def train(settings: Settings, ranks: Ranks) -> None:
     norm: float | None = None
     for name in settings.contenders:
         row: dict[str, Any] = {"contender": name}
+        broken = False
+        try:
+            if name in PEERS:
+                PEERS[name].load()
+        except Exception as error:  # a package that is not here leaves the engine as it is
+            ranks.write(facts | row | {"failed": _line(error)})
+            continue
         try:
             row |= judged(measure(engine, name, {"input_ids": ids, "labels": ids}, expected, ranks, settings), norm)
             norm = row["norm"] if norm is None and "failed" not in row else norm
         except Exception as error:  # of whatever kind: the others are still to be measured
+            broken = True
             row["failed"] = "out of memory" if isinstance(error, torch.OutOfMemoryError) else _line(error)
         ranks.write(facts | row)
         if ranks.rank == 0:
             print(f"{settings.kind}, {ranks.world}: {row}", file=sys.stderr, flush=True)
-        if "failed" in row:  # a forward that broke off leaves parts whole
+        if broken:  # a forward that broke off leaves parts whole
             del engine
             _settle(ranks.device)
             engine = build(settings, ranks.device)
