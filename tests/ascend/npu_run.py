@@ -89,6 +89,31 @@ def curves() -> None:
     train("callback", plain(use_cpu=False, callbacks=[LossPluginCallback("cce")]))
 
 
+def settings() -> None:
+    """What users set beside a strategy, each against the same on the CPU."""
+
+    def train(use_cpu: bool, half: bool = False, **given: Any) -> Any:
+        model = llama().to(torch.bfloat16) if half else llama()
+        args = arguments(FOLDER, use_cpu=use_cpu, **{"loss_strategy": "cce", **given})
+        trainer = LossPluginTrainer(model=model, args=args, train_dataset=rows(), eval_dataset=rows(8))
+        trainer.train()
+        ends = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        return losses(trainer) + ends, trainer.loss_report
+
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2}
+    for name, given in (
+        ("checked and evaluated", {**evaluated, "loss_self_check": True}),
+        ("autocast", {"bf16": True}),
+        ("half", {"half": True, "loss_strategy": "flce"}),
+        ("native", {"half": True}),
+    ):
+        cpu, _ = train(True, **given)
+        stock, _ = train(True, **given | {"loss_strategy": "naive"})
+        options = {"loss_options": {"kernels": "native"}} if name == "native" else {}
+        npu, report = train(False, **given, **options)
+        say(f"settings, {name}", cpu=cpu, stock=stock, npu=npu, kernels=report["kernels"])
+
+
 def job() -> None:
     """A YAML, unchanged but for `use_cpu`."""
     from tiny_job import Job
@@ -213,7 +238,7 @@ def liger() -> None:
         say("liger", refused=str(error))
 
 
-CASES = (facts, curves, job, memory, labels, wide, commands, liger)
+CASES = (facts, curves, settings, job, memory, labels, wide, commands, liger)
 
 if __name__ == "__main__":
     logging.disable(logging.INFO)

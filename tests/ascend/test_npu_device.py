@@ -72,6 +72,19 @@ def test_whose_kernels_computed(found: Cases) -> None:
     assert all(found[name]["peak"] > 0 for name in STRATEGIES), "the Trainer was told the peak"
 
 
+@pytest.mark.parametrize("name", ["checked and evaluated", "autocast", "half", "native"])
+def test_settings_beside_a_strategy(found: Cases, name: str) -> None:
+    case = found[f"settings, {name}"]
+    exact = name == "checked and evaluated"
+    assert len(case["npu"]) == (6 if exact else 4)
+    # in bfloat16 as far as rounding takes two strategies from each other on the CPU
+    rounding = 0.0 if exact else max(abs(a - b) for a, b in zip(case["cpu"], case["stock"], strict=True))
+    assert rounding < 5e-3
+    assert case["npu"] == pytest.approx(case["cpu"], abs=1e-5 + 3 * rounding)
+    kernels = "native" if name == "native" else found["kernels"]
+    assert all(entry.startswith(f"{kernels}.") for entry in case["kernels"]) and case["kernels"]
+
+
 def test_a_yaml_runs_unchanged(found: Cases) -> None:
     cpu, npu = found["job, use_cpu: True"], found["job, use_cpu: False"]
     assert (cpu["device"], npu["device"]) == ("cpu", "Ascend910B3")
