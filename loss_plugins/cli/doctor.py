@@ -37,9 +37,7 @@ def doctor(
     examined: dict[str, Any] | None = None
     findings = list(machine.findings)
     if file is not None:
-        from ._training_file import examine
-
-        examined, more = examine(file, framework, machine.profile)
+        examined, more = _examined(file, framework, machine)
         findings += more
     ordered = by_gravity(findings)
     runs = _runs(machine)
@@ -54,6 +52,19 @@ def doctor(
         _show(machine, runs, examined, ordered, versions())
     if not is_well:
         raise typer.Exit(1)
+
+
+def _examined(file: Path, framework: str | None, machine: Machine) -> tuple[dict[str, Any] | None, list[Finding]]:
+    from ..diagnostics.machine import Finding
+
+    if machine.profile is None:
+        return None, [Finding("error", f"{file} was not examined, since torch cannot be imported")]
+    try:
+        from ._training_file import examine
+
+        return examine(file, framework, machine.profile)
+    except ModuleNotFoundError as error:
+        return None, [Finding("error", f"{file} was not examined: {error}", (f"pip install {error.name}",))]
 
 
 def _runs(machine: Machine) -> dict[str, Any]:

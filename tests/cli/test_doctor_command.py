@@ -224,8 +224,11 @@ def test_import_torch_raises(torch_npu_without_cann: Path) -> None:
     assert "libhccl.so" in text and "source /usr/local/Ascend/cann/set_env.sh" in text
     assert "export TORCH_DEVICE_BACKEND_AUTOLOAD=0" in text
     assert "torch_npu 2.7.1.post2" in text
-    code, text = command(torch_npu_without_cann, "--json")
+    file = torch_npu_without_cann / "job.yaml"
+    file.write_text("base_model: m\nsequence_len: 8\nloss_strategy: cce\n")
+    code, text = command(torch_npu_without_cann, str(file), "--json")
     assert (code, json.loads(text)["device"]) == (1, None)
+    assert "job.yaml was not examined, since torch cannot be imported" in said(json.loads(text), "error")
 
 
 def test_transformers_own_look_raises(torch_npu_without_cann: Path) -> None:
