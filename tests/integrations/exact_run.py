@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,9 @@ def main(folder: Path) -> None:
         (folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+    # on a busy machine torch's own threads sometimes abort an interpreter that ends at the same time
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

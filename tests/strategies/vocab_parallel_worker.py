@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -242,6 +243,9 @@ def main(path: str, rank: int) -> None:
     refused(parallel)
     dist.barrier()
     dist.destroy_process_group()
+    # on a busy machine torch's own threads sometimes abort an interpreter that ends at the same time
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
