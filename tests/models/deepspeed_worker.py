@@ -30,6 +30,8 @@ KINDS = {
     "no token": ("llama", "no token"),
     "tied, no token": ("gpt2", "no token"),
     "unequal": ("llama", "unequal"),
+    "saved head": ("saved head", "unequal"),
+    "LoRA head": ("LoRA head", "unequal"),
 }
 """What is special -> (model, batches)."""
 CASES = [
@@ -37,6 +39,7 @@ CASES = [
     *((3, strategy, "unequal") for strategy in STRATEGIES),
     *((2, "cce", kind) for kind in KINDS if kind != "plain"),
     *((3, strategy, kind) for strategy in ("chunked", "cce") for kind in KINDS if kind not in ("plain", "unequal")),
+    (3, "flce", "LoRA head"),
 ]
 FIFTY = [(1, "cce"), (2, "flce"), (3, "cce"), (3, "flce"), (3, "chunked")]
 ONCE = {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
@@ -71,7 +74,7 @@ def engine_of(model: Any, stage: int, optimizer: str = "SGD", lr: float = 0.0, *
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     from deepspeed.utils import safe_get_full_grad
 
-    return {key: safe_get_full_grad(p) for key, p in model.named_parameters()}
+    return {key: safe_get_full_grad(p) for key, p in model.named_parameters() if p.requires_grad}
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
@@ -81,15 +84,31 @@ def weights_of(model: nn.Module) -> list[Tensor]:
         return [p.detach().clone() for p in model.parameters()]
 
 
+def adapted(name: str) -> Any:
+    """A model with LoRA in its layers and a head of its own, or LoRA on its head."""
+    import peft
+
+    model = make("llama", torch.float32)
+    torch.manual_seed(1)
+    targets, saved = (["lm_head"], None) if name == "LoRA head" else (["q_proj"], ["lm_head"])
+    config = peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=targets, modules_to_save=saved)
+    model = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.1)
+    return model
+
+
 def run(stage: int, strategy: str, kind: str) -> dict[str, Any]:
     """Loss and gradients beside one process's."""
     rank, world = dist.get_rank(), dist.get_world_size()
     name, batches = KINDS[kind]
-    model = make(name, torch.float32)
+    model = adapted(name) if "head" in name else make(name, torch.float32)
     stock = copy.deepcopy(model)
     losses = [stock(**rows_of(each, batches)).loss for each in range(world)]
     (sum(losses) / world).backward()
-    expected = {key: p.grad for key, p in stock.named_parameters()}
+    expected = {key: p.grad for key, p in stock.named_parameters() if p.requires_grad}
     handle = patch_model(model, LossConfig(strategy, loss_options=CHUNKS.get(strategy)))
     engine = engine_of(model, stage)
     for _ in range(2):  # ZeRO-3 gathers in the second as it has seen in the first
@@ -106,7 +125,7 @@ def run(stage: int, strategy: str, kind: str) -> dict[str, Any]:
     return {
         "loss": errors[0].item(), "gradient": errors[1].item(), "fused": handle.counts.fused,
         "size": max(g.abs().max().item() for g in expected.values()), "materialised": handle.counts.materialised,
-        "held": model.get_output_embeddings().weight.numel(),
+        "held": sum(p.numel() for p in model.get_output_embeddings().parameters()),
     }  # fmt: skip
 
 
