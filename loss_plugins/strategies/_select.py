@@ -32,11 +32,6 @@ SMALL_THERE, FEW_ROWS = 128 * MIB, 512
 """The same where an H100 or later multiplies half numbers, and four times as much for so few rows, for which handling
 dW is most of the work. See the grid in `bench/results`."""
 
-EXACT = {"cce": {"filter": "off"}}
-"""What makes a strategy exact. "auto" asks for it unless a filter or a preset is given, though a filtered cce is the
-fastest on a trained model: what it leaves out of dW is small, but Adam makes steps of it that are not, and they show in
-a fine-tuned model's loss (`bench/results`)."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -183,6 +178,9 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
     elif problem.logits_bytes <= _small(there):
         with_options = f"{size}, and it has the options asked for"
         order = [("naive", f"{size} is little"), *((name, with_options) for name in ("flce", "cce", "chunked"))]
+    elif there.is_filterable and problem.reduced:
+        least = f"{size}, least memory, and fastest on a model that is no longer untrained"
+        order = [("cce", least), ("flce", f"{size}, fewest operations"), ("chunked", "what is left")]
     elif problem.differentiable and problem.reduced:
         order = [("flce", f"{size}, fewest operations"), ("cce", f"{size}, least memory"), ("chunked", "what is left")]
     else:
@@ -193,8 +191,7 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
         if unknown:
             passed_over.append((name, f"it has no option {unknown!r}"))
             continue
-        exact = {} if "preset" in (options or {}) else EXACT.get(name, {})
-        candidate, parsed = _prepared(name, {**exact, **(options or {})})
+        candidate, parsed = _prepared(name, options)
         why_not = candidate.check(problem, profile, parsed)
         if why_not is None and free is not None:
             peak = candidate.peak_bytes(there, parsed)

@@ -74,7 +74,8 @@ def test_compiles_whole_and_once_for_all_numbers_of_tokens(variant: str, backend
         hidden, weight = given.hidden.requires_grad_(), given.weight.requires_grad_()
         loss = compiled(hidden, weight, given.labels)
         assert_close(Step(loss.detach(), *torch.autograd.grad(loss, (hidden, weight))), step(variant, given))
-    assert counter.frame_count <= 2, f"compiled {counter.frame_count} times: once as it is, once for any number"
+    most = 3 if variant == "auto" else 2  # it takes another strategy from some number of tokens on
+    assert counter.frame_count <= most, f"compiled {counter.frame_count} times: once as it is, once for any number"
 
 
 def compiled_kernels() -> dict[str, int]:

@@ -34,12 +34,12 @@ def problem(rows=8192, hidden=2304, vocab=256_000, dtype=torch.bfloat16, **kwarg
 AUTO = {
     "little": (problem(64, 32, 1000), CPU, None, None, "naive"),
     "much, on a CPU": (problem(), CPU, None, None, "flce"),
-    "much, on a GPU": (problem(), H200, 100 * GIB, None, "flce"),
+    "much, on a GPU": (problem(), H200, 100 * GIB, None, "cce"),
     "much, where nothing may be left out": (problem(dense=True), H200, 100 * GIB, None, "flce"),
     "much, but few classes": (problem(vocab=32_000), H200, 100 * GIB, None, "flce"),
     "much, few tokens": (problem(1024, vocab=128_256), H200, 100 * GIB, None, "flce"),
     "little, few tokens of very many classes": (problem(256), H200, 100 * GIB, None, "naive"),
-    "much, more tokens of very many classes": (problem(513), H200, 100 * GIB, None, "flce"),
+    "much, more tokens of very many classes": (problem(513), H200, 100 * GIB, None, "cce"),
     "little for a fast GPU": (problem(1024, vocab=32_768), H200, 100 * GIB, None, "naive"),
     "much for another": (problem(1024, vocab=32_768), A100, 100 * GIB, None, "flce"),
     "much, in float32": (problem(dtype=torch.float32), H200, 100 * GIB, None, "flce"),
@@ -59,13 +59,13 @@ def test_auto_takes(what, profile, free, options, expected):
     assert select("auto", options, what, profile, free).strategy.name == expected
 
 
-def test_auto_is_exact():
-    """Also where it takes cce for want of memory, unless a filter is asked for."""
-    for options, expected in ((None, "off"), ({"workspace_mb": 64}, "off"), ({"filter": "auto"}, "auto")):
+def test_auto_hands_the_options_on():
+    for options, expected in (
+        (None, ("cce", "auto")),
+        ({"filter": "off", "preset": "cce_kahan"}, ("cce_kahan", "off")),
+    ):
         plan = select("auto", options, problem(), H200, 2 * GIB)
-        assert plan.strategy.name == "cce" and plan.options.filter == expected
-    plan = select("auto", {"preset": "cce_kahan_full_c"}, problem(), H200, 2 * GIB)
-    assert plan.options.filter == "auto"
+        assert plan.strategy.name == "cce" and (plan.options.preset, plan.options.filter) == expected
 
 
 def test_auto_says_once_what_it_took_and_why(caplog, monkeypatch):

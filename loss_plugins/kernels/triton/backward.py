@@ -46,6 +46,7 @@ from .filtered import Seen, add_filtered
 from .marks import MARKED_ROWS, listed, most_pairs
 from .product import add_product, store_product
 from .rows import counted_first, packed_rows, unpacked_rows
+from .sampled import add_sample
 
 LEAST_VECTORS = 1 << 17  # 32 MiB, so that rounds are few
 _compiled: set[tuple[Any, ...]] = set()  # problems whose slices have all been launched
@@ -218,17 +219,18 @@ def _filtered(
 ) -> tuple[Tensor, Seen]:
     """Add what the marks keep; () bool, whether nothing was added because everything must be computed."""
     blocks, vocab = len(marks), weight.shape[0]
-    if d_weight is not None:
-        d_weight.zero_()
     # dX in float32, a copy of the rows instead of dX, and the lists, about a byte for each block and column
     left = workspace - packed.numel() * 4 - blocks * vocab
     capacity = max(left // (MARKED_ROWS * packed.element_size()), LEAST_VECTORS, 256 * blocks)
     capacity = min(capacity, most_pairs(blocks, vocab) + 256 * blocks)
     lists = listed(marks, vocab, capacity, d_weight is not None)
     seen = Seen(lists)
+    some = count * ~lists.everything
+    taken = add_sample(packed, weight, bias, row_data, some, unit, scale, softcap, marks, d_hidden, d_weight)
     add_filtered(
-        packed, weight, bias, row_data[:4], count, unit, scale, softcap, lists, seen, capacity, d_hidden, d_weight
-    )
+        packed, weight, bias, row_data[:4], count, unit, scale, softcap, lists, seen, capacity, taken, d_hidden,
+        d_weight,
+    )  # fmt: skip
     return lists.everything, seen
 
 

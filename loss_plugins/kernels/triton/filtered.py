@@ -114,6 +114,7 @@ def _dx_kernel(
     coef_label,
     count,  # () int64
     everything,  # () bool
+    taken,  # (N,) float32, what the sample has
     columns,  # (pairs,) int32
     lists,  # (B, R) int64
     vectors,  # (B, R) int64
@@ -166,6 +167,7 @@ def _dx_kernel(
         b_missing -= tl.load(sums + i_chunk * 128 + o_r)
     if i_round == 0:
         b_whole = tl.load(coef_p + o_n, mask=m_n, other=0.0) - tl.load(coef_label + o_n, mask=m_n, other=0.0)
+        b_whole -= tl.load(taken + o_n, mask=m_n, other=0.0)
         b_missing += tl.where(tl.load(everything), 0.0, b_whole)
     b_out += (b_missing * scale)[:, None] * tl.load(mean + o_h, mask=m_h, other=0.0)[None, :]
     if TMA:
@@ -191,7 +193,7 @@ def _dw_kernel(
     base,  # (tiles, B) int32
     edges,  # (R + 1,) int64
     factor,  # () float32
-    out,  # (V, H)
+    out,  # (V, H), a sample of what is left out
     blocks,
     V,
     N,
@@ -206,7 +208,7 @@ def _dw_kernel(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """``dZ.T @ X`` of a tile of columns, over the blocks it counts for; one program owns a tile."""
+    """``dZ.T @ X`` of a tile of columns, over the blocks it counts for, added; one program owns a tile."""
     first = tl.load(edges + i_round).to(tl.int32)
     last = tl.load(edges + i_round + 1).to(tl.int32)
     strips: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
@@ -239,7 +241,9 @@ def _dw_kernel(
             m_j = o_j < V
             o_v = tl.load(order + o_j, mask=m_j, other=0)
             p_out = out + o_v[:, None] * H + o_h[None, :]
-            tl.store(p_out, (b_out * b_factor).to(out.dtype.element_ty), mask=m_j[:, None] & m_h[None, :])
+            m_out = m_j[:, None] & m_h[None, :]
+            b_sample = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
+            tl.store(p_out, (b_sample + b_out * b_factor).to(out.dtype.element_ty), mask=m_out)
 
 
 def add_filtered(
@@ -254,8 +258,9 @@ def add_filtered(
     lists: Lists,
     seen: Seen,
     capacity: int,  # vectors of a round
+    taken: Tensor,  # (N,) float32, what a sample has of the sum over what is left out of each row
     d_hidden: Tensor | None,  # (N, H) float32, to which dX / unit is added
-    d_weight: Tensor | None,  # (V, H), zeros, where dW is stored
+    d_weight: Tensor | None,  # (V, H), to which dW is added
 ) -> None:
     """The gradients from the pairs of ``lists``; nothing if ``lists.everything``."""
     labels, lse, coef_p, coef_label = row_data
@@ -287,7 +292,7 @@ def add_filtered(
             )  # fmt: skip
             if d_hidden is not None:
                 _dx_kernel[(blocks, triton.cdiv(width, dx.v))](
-                    weight, mean, coef_p, coef_label, count, lists.everything, lists.columns, lists.lists,
+                    weight, mean, coef_p, coef_label, count, lists.everything, taken, lists.columns, lists.lists,
                     lists.vectors, lists.sizes, lists.chunks,
                     descriptor(dz, [dx.h, MARKED_ROWS]) if add_bulk else dz, sums,
                     descriptor(d_hidden, [MARKED_ROWS, dx.v // 2]) if add_bulk else d_hidden,

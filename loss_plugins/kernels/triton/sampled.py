@@ -1,0 +1,317 @@
+"""Cut cross-entropy, backward, filtered: an unbiased estimate of what the filter leaves out, eq. (12).
+
+What is left out is small, but it is not noise: it is the same for token after token, so an optimizer sees it as a slope
+of its own. Adam makes whole steps of it, and a fine-tuned model ends measurably worse without it (`bench/results`). So
+each block of 128 rows takes every ``apart``-th column (32 blocks apart from each other by one column), and counts what
+is left out there ``apart`` times. Every column is taken by some block, and every block's share of the columns is even.
+Where the shares begin is read from the labels, so that no pair of a place in a batch and a column is favoured, and two
+runs still give the same bits.
+
+Column ``32 c + o`` is bit ``o`` of a word of the marks, and lies in row ``c`` of the head seen as (V / 32, 32 H): the
+tiles here are of one ``o``, which bulk copies read as they are. The last V % 32 columns have no part.
+
+Letters: N rows, H hidden width, V vocabulary, W whole words, O columns of a word that a block takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._common import (
+    INTERPRETED,
+    blocks_for,
+    compute_dtype,
+    descriptor,
+    fast_exp,
+    gathered,
+    has_bulk_copies,
+    is_bulk_readable,
+    logits_tile,
+    on,
+    precision,
+    softmax_gradient,
+    transform,
+)
+from .marks import MARKED_ROWS
+
+APART, LEAST_APART = 32, 8
+"""Of how many columns a block takes one; fewer where there are so few blocks that a column would often have none."""
+SAMPLE_BYTES = 32 << 20  # of dZ at a time
+
+
+@triton.jit(do_not_specialize=["N", "first", "C", "tiles"])
+def _sample_dz_kernel(
+    hidden,  # (N, H) descriptor or pointer, rows that count first
+    weight,  # (W, 32 H) descriptor, or pointer to (V, H)
+    bias,  # (V,)
+    labels,  # (N,) int64
+    lse,  # (N,) float32
+    coef_p,  # (N,) float32
+    coef_label,
+    words,  # (blocks, >= W) int32
+    shift,  # () int64
+    count,  # () int64
+    out,  # (N, O * tiles * BLOCK_V)
+    sums,  # (O * tiles, N) float32: sums over a tile's columns of eq. (5), zeros where no row counts
+    N,
+    first,  # first word of the slice
+    C,  # words of the slice
+    tiles,
+    words_row,
+    hidden_row,
+    hidden_col,
+    weight_row,
+    weight_col,
+    scale,
+    softcap,
+    H: tl.constexpr,
+    APART: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """dZ of what the marks leave out of a block's share of the columns, ``APART`` times."""
+    OWN: tl.constexpr = 32 // APART
+    i_tile = tl.program_id(0) % (OWN * tiles)
+    i_b = tl.program_id(0) // (OWN * tiles)
+    n = tl.load(count).to(tl.int32)
+    if i_b * 128 >= n:
+        return
+    i_o = ((i_b + tl.load(shift)) % APART).to(tl.int32) + i_tile // tiles * APART
+    o_r = tl.arange(0, 128)
+    o_n = i_b * 128 + o_r
+    m_n = o_n < n
+    o_c = i_tile % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_v = o_c < C
+    o_v = (first + o_c) * 32 + i_o
+    if TMA:
+        b_z = tl.zeros((128, BLOCK_V), tl.float32)
+        for i_h in range(0, H, BLOCK_H):
+            # past the end of a hidden state are zeros, so what is read of the next column does not matter
+            b_w = weight.load([first + i_tile % tiles * BLOCK_V, i_o * H + i_h])
+            b_z = tl.dot(hidden.load([i_b * 128, i_h]).to(DTYPE), b_w.to(DTYPE).T, b_z)
+    else:
+        b_z = logits_tile(
+            hidden + o_n.to(tl.int64)[:, None] * hidden_row, weight + o_v.to(tl.int64)[None, :] * weight_row,
+            hidden_col, weight_col, 0, 0, m_n, m_v, H, 128, BLOCK_V, BLOCK_H, DTYPE, PRECISION, False,
+        )  # fmt: skip
+    b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+    b_dz = softmax_gradient(b_z, lse, coef_p, coef_label, labels, o_n, m_n, o_v, FAST)
+    b_word = tl.load(words + i_b.to(tl.int64) * words_row + first + o_c, mask=m_v, other=-1)
+    b_dz = tl.where(((b_word >> i_o) & 1)[None, :] == 1, 0.0, b_dz * APART)
+    tl.store(sums + i_tile.to(tl.int64) * N + o_n, tl.sum(b_dz, 1), mask=m_n)
+    if HAS_SOFTCAP:
+        b_z = b_z / softcap
+        b_dz *= 1 - b_z * b_z
+    if HAS_SCALE:
+        b_dz *= scale
+    p_out = out + o_n.to(tl.int64)[:, None] * (OWN * tiles * BLOCK_V) + i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=(o_n < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["N", "first", "C", "tiles"])
+def _sample_dx_kernel(
+    weight,  # (W, 32 H) descriptor, or pointer to (V, H)
+    dz,  # (N, O * tiles * BLOCK_V) descriptor or pointer
+    shift,  # () int64
+    count,  # () int64
+    total,  # (N, H) float32, descriptor of half tiles or pointer
+    N,
+    first,
+    C,
+    tiles,
+    weight_row,
+    weight_col,
+    H: tl.constexpr,
+    APART: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """``dZ @ W`` over a block's share of the columns, added; nobody else adds to this tile meanwhile."""
+    OWN: tl.constexpr = 32 // APART
+    i_b = tl.program_id(0)
+    n = tl.load(count).to(tl.int32)
+    if i_b * 128 >= n:
+        return
+    i_first = ((i_b + tl.load(shift)) % APART).to(tl.int32)
+    o_n = i_b * 128 + tl.arange(0, 128)
+    m_n = o_n < n
+    i_h = tl.program_id(1) * BLOCK_H
+    o_h = i_h + tl.arange(0, BLOCK_H)
+    m_h = o_h < H
+    steps = tiles * (BLOCK_V // BLOCK_K)
+    b_out = tl.zeros((128, BLOCK_H), tl.float32)
+    for i_step in range(OWN * steps):
+        i_o = i_first + i_step // steps * APART
+        i_c = i_step % steps * BLOCK_K
+        if TMA:
+            b_dz = dz.load([i_b * 128, i_step * BLOCK_K])
+            b_w = weight.load([first + i_c, i_o * H + i_h])
+        else:
+            o_k = tl.arange(0, BLOCK_K)
+            p_dz = dz + o_n.to(tl.int64)[:, None] * (OWN * tiles * BLOCK_V) + (i_step * BLOCK_K + o_k)[None, :]
+            b_dz = tl.load(p_dz, mask=m_n[:, None], other=0.0)
+            o_v = ((first + i_c + o_k) * 32 + i_o).to(tl.int64)
+            p_w = weight + o_v[:, None] * weight_row + o_h[None, :] * weight_col
+            b_w = tl.load(p_w, mask=(i_c + o_k < C)[:, None] & m_h[None, :], other=0.0)
+        b_out = tl.dot(b_dz.to(DTYPE), b_w.to(DTYPE), b_out, input_precision=PRECISION)
+    if TMA:
+        b_low, b_high = tl.split(tl.permute(tl.reshape(b_out, (128, 2, BLOCK_H // 2)), (0, 2, 1)))
+        total.atomic_add([i_b * 128, i_h], b_low)
+        total.atomic_add([i_b * 128, i_h + BLOCK_H // 2], b_high)
+    else:
+        p_out = total + o_n.to(tl.int64)[:, None] * H + o_h[None, :]
+        m_out = m_n[:, None] & m_h[None, :]
+        tl.store(p_out, tl.load(p_out, mask=m_out, other=0.0) + b_out, mask=m_out)
+
+
+@triton.jit(do_not_specialize=["N", "first", "C", "tiles"])
+def _sample_dw_kernel(
+    hidden,  # (N, H) descriptor or pointer, rows that count first, zeros behind
+    dz,  # (N, O * tiles * BLOCK_V) descriptor or pointer
+    shift,  # () int64
+    count,  # () int64
+    factor,  # () float32
+    out,  # (V, H)
+    N,
+    first,
+    C,
+    tiles,
+    hidden_row,
+    hidden_col,
+    H: tl.constexpr,
+    APART: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """``dZ.T @ X`` of a tile of columns, over the blocks that take it, stored; one program owns a tile."""
+    OWN: tl.constexpr = 32 // APART
+    STEPS: tl.constexpr = 128 // BLOCK_K
+    n = tl.load(count).to(tl.int32)
+    strips: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    i_h = tl.program_id(0) % strips * BLOCK_H
+    i_tile = tl.program_id(0) // strips
+    pieces = tiles * (BLOCK_V // BLOCK_C)
+    i_o = i_tile // pieces
+    i_c = i_tile % pieces * BLOCK_C
+    o_h = i_h + tl.arange(0, BLOCK_H)
+    m_h = o_h < H
+    o_c = i_c + tl.arange(0, BLOCK_C)
+    i_begin = ((i_o + APART - tl.load(shift) % APART) % APART).to(tl.int32)
+    turns = tl.maximum(tl.cdiv(tl.cdiv(n, 128) - i_begin, APART), 0)
+    i_column = i_o // APART * (tiles * BLOCK_V) + i_c
+    b_out = tl.zeros((BLOCK_C, BLOCK_H), tl.float32)
+    for i_step in range(turns * STEPS):
+        i_n = (i_begin + i_step // STEPS * APART) * 128 + i_step % STEPS * BLOCK_K
+        if TMA:
+            b_dz = dz.load([i_n, i_column])
+            b_x = hidden.load([i_n, i_h])
+        else:
+            o_n = i_n + tl.arange(0, BLOCK_K)
+            m_n = o_n < N
+            p_dz = dz + o_n.to(tl.int64)[:, None] * (OWN * tiles * BLOCK_V) + i_column + tl.arange(0, BLOCK_C)[None, :]
+            b_dz = tl.load(p_dz, mask=m_n[:, None], other=0.0)
+            p_x = hidden + o_n.to(tl.int64)[:, None] * hidden_row + o_h[None, :] * hidden_col
+            b_x = tl.load(p_x, mask=m_n[:, None] & m_h[None, :], other=0.0)
+        b_out = tl.dot(b_dz.to(DTYPE).T, b_x.to(DTYPE), b_out, input_precision=PRECISION)
+    o_v = ((first + o_c) * 32 + i_o).to(tl.int64)
+    b_out *= tl.load(factor)
+    tl.store(
+        out + o_v[:, None] * H + o_h[None, :], b_out.to(out.dtype.element_ty), mask=(o_c < C)[:, None] & m_h[None, :]
+    )
+
+
+def add_sample(
+    packed: Tensor,  # (N, H), rows that count first, zeros behind
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    row_data: list[Tensor],  # labels, lse, coefficients of p and of the label, (N,) each, in that order
+    count: Tensor,  # () int64, rows that count, 0 if everything is computed elsewhere
+    unit: Tensor,  # () float32, dZ's scale
+    scale: float,
+    softcap: float,
+    words: Tensor,  # (blocks, ceil(V / 32)) int32, the marks
+    d_hidden: Tensor | None,  # (N, H) float32, to which dX / unit is added
+    d_weight: Tensor | None,  # (V, H), where dW is stored, zeros if no row counts
+) -> Tensor:
+    """Estimate what the marks leave out. Returns (N,) float32, how much of each row's sum over eq. (5) that is."""
+    (rows, width), height, whole = packed.shape, len(words), weight.shape[0] // 32
+    apart = columns_apart(height)
+    own = 32 // apart
+    shift = row_data[0].sum() % apart
+    weight = gathered(weight, packed.dtype)
+    bulk = has_bulk_copies(packed.device) and weight.dtype == packed.dtype and weight.is_contiguous()
+    bulk = bulk and is_bulk_readable(packed) and is_bulk_readable(weight)
+    # three products of about the same tiles as dZ's
+    blocks = blocks_for(max(rows, 2 * MARKED_ROWS), packed.dtype, bulk, kernel="dz", device=packed.device)
+    block, depth = blocks.v, min(blocks.h, 128 // weight.dtype.itemsize)
+    common: dict[str, Any] = {
+        "H": width, "APART": apart, "BLOCK_V": block, "DTYPE": compute_dtype(packed.dtype),
+        "PRECISION": precision(packed, packed.dtype), "num_warps": blocks.warps, "num_stages": blocks.stages,
+    }  # fmt: skip
+    most = max(SAMPLE_BYTES // (rows * own * packed.element_size() * block), 1) * block  # words of a slice
+    most = min(most, triton.cdiv(whole, block) * block)
+    dz = packed.new_empty(rows, own * most)
+    taken = torch.zeros(rows, dtype=torch.float32, device=packed.device)
+    as_words = weight[: whole * 32].view(whole, 32 * width) if bulk else weight
+    strips = triton.cdiv(width, block)
+    for first in range(0, whole, most):
+        wide = min(most, whole - first)
+        tiles = triton.cdiv(wide, block)
+        part = dz.view(-1)[: rows * own * tiles * block].view(rows, -1)
+        sums = torch.zeros(own * tiles, rows, dtype=torch.float32, device=packed.device)
+        with on(packed.device):
+            _sample_dz_kernel[(height * own * tiles,)](
+                descriptor(packed, [MARKED_ROWS, depth]) if bulk else packed,
+                descriptor(as_words, [block, depth]) if bulk else weight,
+                bias if bias is not None else packed, *row_data[:4], words, shift, count, part, sums, rows, first, wide,
+                tiles, words.stride(0), packed.stride(0), packed.stride(1), weight.stride(0), weight.stride(1),
+                float(scale), float(softcap), BLOCK_H=depth, TMA=bulk, HAS_BIAS=bias is not None,
+                HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0, FAST=fast_exp(packed.device, packed.dtype),
+                **common,
+            )  # fmt: skip
+            if d_hidden is not None:
+                add_bulk = bulk and not INTERPRETED  # the interpreter's copies cannot add
+                _sample_dx_kernel[(height, strips)](
+                    descriptor(as_words, [depth, block]) if add_bulk else weight,
+                    descriptor(part, [MARKED_ROWS, depth]) if add_bulk else part, shift, count,
+                    descriptor(d_hidden, [MARKED_ROWS, block // 2]) if add_bulk else d_hidden, rows, first, wide, tiles,
+                    weight.stride(0), weight.stride(1), BLOCK_H=block, BLOCK_K=depth, TMA=add_bulk, **common,
+                )  # fmt: skip
+            if d_weight is not None:
+                _sample_dw_kernel[(32 * tiles * (block // 128) * strips,)](
+                    descriptor(packed, [depth, block]) if bulk else packed,
+                    descriptor(part, [depth, 128]) if bulk else part, shift, count, unit, d_weight, rows, first, wide,
+                    tiles, packed.stride(0), packed.stride(1), BLOCK_C=128, BLOCK_H=block, BLOCK_K=depth,
+                    TMA=bulk,
+                    **common,
+                )  # fmt: skip
+        taken += sums.sum(0)
+    if d_weight is not None:
+        d_weight[whole * 32 :].zero_()
+    return taken
+
+
+def columns_apart(blocks: int) -> int:
+    """Of how many columns each of so many blocks takes one."""
+    return max(LEAST_APART, min(APART, 1 << max(blocks.bit_length() - 1, 0)))
