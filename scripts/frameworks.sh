@@ -25,7 +25,7 @@ install() { # FOLDER WHAT...
 
 install_axolotl() {
   # it asks for Python 3.12 and runs on 3.11
-  install "$1" --ignore-requires-python axolotl==0.21.0
+  install "$1" --ignore-requires-python axolotl==0.21.0 trl==1.14.1
   install "$1" addict colorama posthog distro backoff evaluate wandb sentry-sdk gitpython gitdb smmap platformdirs numba \
     llvmlite termcolor protobuf fastcore sentencepiece bitsandbytes opentelemetry-api fire httpx httpcore scipy einops
   # these two lie inside axolotl's own package, which pip does not merge
@@ -43,7 +43,7 @@ install_llamafactory() {
 
 install_swift() {
   install "$1" ms-swift==4.6.0 transformers==5.6.0 tokenizers==0.22.2 huggingface_hub==1.33.0 accelerate==1.11.0 \
-    peft==0.18.1 trl==0.24.0 datasets==4.8.4 multiprocess==0.70.16 dill==0.3.8 fsspec==2025.3.0 modelscope==1.40.2 \
+    peft==0.18.1 trl==0.29.1 datasets==4.8.4 multiprocess==0.70.16 dill==0.3.8 fsspec==2025.3.0 modelscope==1.40.2 \
     modelscope_hub==0.5.1 addict json-repair cryptography cffi pycparser einops simplejson attrdict dacite binpacking \
     aiohttp aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl httpx httpcore scipy sentencepiece \
     protobuf zstandard

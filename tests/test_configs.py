@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from loss_plugins.cli._settings import read_job
+from loss_plugins.cli.main import app
 from loss_plugins.integrations.hf.job import SETTINGS, run
 from loss_plugins.strategies import STRATEGIES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+FRAMEWORKS = [file for file in sorted((CONFIGS / "frameworks").glob("*.yaml")) if file.stem != "verl"]
 FILES = sorted(CONFIGS.glob("*.y*ml"))  # accelerate/ has the launcher's, see cli/test_launch.py
 
 
@@ -78,3 +81,12 @@ def test_the_quickstart_agrees_and_saves_memory(tmp_path: Path) -> None:
     for name in ("chunked", "flce", "cce"):
         assert results[name]["losses"] == pytest.approx(naive["losses"], abs=1e-3)
         assert results[name]["loss_peak_bytes"] < naive["loss_peak_bytes"] / 3
+
+
+@pytest.mark.parametrize("file", FRAMEWORKS, ids=lambda file: file.stem)
+def test_a_framework_s_file_asks_for_nothing_in_vain(file: Path) -> None:
+    """The frameworks' own commands train by these in tests/frameworks, where they are installed."""
+    said = CliRunner().invoke(app, ["doctor", str(file)])
+    assert said.exit_code == 0, said.output
+    assert "All is well." in said.output
+    assert f"configs/frameworks/{file.name}" in file.read_text().splitlines()[0]

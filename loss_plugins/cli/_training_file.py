@@ -141,7 +141,7 @@ def _llamafactory(values: Mapping[str, Any], path: Path) -> _Asked:
 
 def _swift(values: Mapping[str, Any], path: Path) -> _Asked:
     from ..integrations.hf.keys import own_keys
-    from ..integrations.swift import LOGIT_LOSSES, NAME
+    from ..integrations.swift import NAME, whole_logits
 
     findings = []
     ours = own_keys(values)
@@ -163,10 +163,9 @@ def _swift(values: Mapping[str, Any], path: Path) -> _Asked:
     if not values.get("external_plugins"):
         what = f"callbacks names {NAME}, and no file of external_plugins registers it, so ms-swift will not know it"
         findings.append(Finding("error", what, ("external_plugins: loss.py   # with register(...) in it",)))
-    for key in LOGIT_LOSSES:
-        if values.get(key):
-            what = f"{key} {values[key]!r} takes whole logits from the model, and callbacks: {NAME} makes none"
-            findings.append(Finding("error", what, (f"delete {key}, or {NAME} from callbacks",)))
+    for key, value in whole_logits(values).items():
+        what = f"{key} {value!r} takes whole logits from the model, and callbacks: {NAME} makes none"
+        findings.append(Finding("error", what, (f"delete {key}, or {NAME} from callbacks",)))
     if values.get("use_liger_kernel"):
         what = f"use_liger_kernel and callbacks: {NAME} are both on: two fused losses for one model"
         findings.append(Finding("error", what, ("use_liger_kernel: false   # and liger_ops: true in register(...)",)))

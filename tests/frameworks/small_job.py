@@ -44,6 +44,12 @@ def snippet(framework: str) -> dict[str, Any]:
     return loaded
 
 
+def read_config(name: str) -> dict[str, Any]:
+    """A file of configs/frameworks."""
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "frameworks" / f"{name}.yaml").read_text())
+    return loaded
+
+
 def pairs(count: int = 24) -> list[tuple[str, str]]:
     return [(POEM[i % 4], POEM[(i * 3 + 1) % 4][: 20 + i]) for i in range(count)]
 

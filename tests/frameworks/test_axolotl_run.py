@@ -14,6 +14,7 @@ from small_job import (
     history,
     make_model,
     pairs,
+    read_config,
     read_peak,
     snippet,
     write_entry_points,
@@ -176,6 +177,14 @@ def test_memory_is_lower(jobs: Jobs, kind: str) -> None:
         peaks.append(read_peak(jobs.folder))
     print(f"axolotl {kind}: a training step of {WIDE} classes takes {peaks[0]:.1f} MiB stock, {peaks[1]:.1f} MiB ours")
     assert peaks[1] < 0.8 * peaks[0]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("axolotl", "full"), ("axolotl_dpo", "dpo")])
+def test_the_file_in_configs(jobs: Jobs, name: str, kind: str) -> None:
+    """With a tiny model, data and float32 in place of what it names."""
+    given = read_config(name)
+    tiny = {**KEYS, **{**KINDS, **LOG_PROB_KINDS}[kind], "max_steps": 2, "save_steps": 2, "eval_steps": 2}
+    assert len(jobs.history(name, {**given, **tiny, "output_dir": f"./{name}"})) == 2
 
 
 def test_found_by_itself(jobs: Jobs) -> None:

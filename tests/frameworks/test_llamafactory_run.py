@@ -17,6 +17,7 @@ from small_job import (
     history,
     make_model,
     pairs,
+    read_config,
     read_peak,
     snippet,
     write_jsonl,
@@ -174,6 +175,14 @@ def test_memory_is_lower(jobs: Jobs, kind: str) -> None:
     assert ours < 0.8 * stock
 
 
+@pytest.mark.parametrize(("name", "kind"), [("llamafactory", "full"), ("llamafactory_dpo", "dpo")])
+def test_the_file_in_configs(jobs: Jobs, name: str, kind: str) -> None:
+    """With a tiny model, data and float32 in place of what it names."""
+    given = read_config(name)
+    tiny = {**KEYS, **{**KINDS, **LOG_PROB_KINDS}[kind], "bf16": False, "max_steps": 2, "save_steps": 2}
+    assert len(jobs.history(name, {**given, **tiny, "output_dir": f"./{name}"}, OURS)) == 2
+
+
 def test_words_behind_the_file(jobs: Jobs) -> None:
     stock = jobs.history("stock-full", KINDS["full"])
     ours = jobs.history("words", KINDS["full"], OURS, "loss_strategy=flce", "max_steps=3", "save_steps=3")
@@ -186,6 +195,20 @@ def test_under_torchrun(jobs: Jobs) -> None:
     stock = jobs.history("stock-two", keys, (*launcher, "-m", "llamafactory.launcher"))
     ours = jobs.history("ours-two", {**keys, "loss_strategy": "cce"}, (*launcher, *OURS))
     assert_same(ours, stock)
+
+
+def test_preferences_under_torchrun(jobs: Jobs) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29578")
+    keys = {**LOG_PROB_KINDS["dpo"], "max_steps": 3, "save_steps": 3, "ddp_backend": "gloo"}
+    found = {**keys, "ddp_find_unused_parameters": False}
+    stock = jobs.history("stock-two-dpo", found, (*launcher, "-m", "llamafactory.launcher"))
+    ours = jobs.history("ours-two-dpo", {**found, "loss_strategy": "cce"}, (*launcher, *OURS))
+    assert len(ours) == 3
+    for key, rel in (("loss", 1e-4), ("grad_norm", 1e-3), ("logps/chosen", 1e-4)):
+        assert [e[key] for e in ours] == pytest.approx([e[key] for e in stock], rel=rel)
+    code, output = jobs.run("refused-two-dpo", {**keys, "loss_strategy": "cce"}, (*launcher, *OURS))
+    assert code != 0
+    assert "Set ddp_find_unused_parameters: false." in output
 
 
 def test_the_hook_on_their_own_command(jobs: Jobs) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from small_job import (
     README,
+    ROOT,
     SMALLEST,
     WIDE,
     command,
     history,
     make_model,
     pairs,
+    read_config,
     read_peak,
     snippet,
     write_jsonl,
@@ -67,14 +69,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "chat_template.jinja").write_text(TEMPLATE)
     chats = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in pairs()]
     write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
+    rows = [{"messages": chat, "rejected_response": chat[1]["content"][::-1]} for chat in chats]
+    write_jsonl(folder / "preferences.jsonl", rows)
+    write_jsonl(
+        folder / "marked.jsonl", [{"messages": chat, "label": place % 2 == 0} for place, chat in enumerate(chats)]
+    )
     (code,) = re.findall(r"^```python swift\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     (folder / "loss.py").write_text(code)
     return folder
 
 
-def trained(folder: Path, name: str, paths: tuple[Path, ...] = (), **keys: Any) -> list[dict[str, Any]]:
+def trained(
+    folder: Path, name: str, paths: tuple[Path, ...] = (), command_name: str = "sft", **keys: Any
+) -> list[dict[str, Any]]:
     write_yaml(folder / f"{name}.yaml", {**KEYS, "output_dir": f"./{name}", **keys})
-    words = ("-c", "from swift.cli.main import cli_main; cli_main()", "sft", f"{name}.yaml")
+    words = ("-c", "from swift.cli.main import cli_main; cli_main()", command_name, f"{name}.yaml")
     code, output = command(folder, *words, paths=paths)
     assert code == 0, output[-3000:]
     assert "NO LOSS WENT THROUGH" not in output
@@ -97,6 +106,43 @@ def test_their_command(folder: Path, tuner: dict[str, Any]) -> None:
 
 @needs_swift
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rlhf_type": "dpo", "tuner_type": "full"},
+        {"rlhf_type": "dpo", **LORA},
+        {"rlhf_type": "orpo", "tuner_type": "full"},
+        {"rlhf_type": "simpo", "tuner_type": "full"},
+        {"rlhf_type": "kto", "tuner_type": "full", "dataset": "./marked.jsonl"},
+    ],
+    ids=["dpo", "dpo-lora", "orpo", "simpo", "kto"],
+)
+def test_losses_made_of_log_probabilities(folder: Path, keys: dict[str, Any]) -> None:
+    (folder / "served.py").write_text("from loss_plugins.integrations.swift import register\nregister('cce')\n")
+    keys = {"dataset": "./preferences.jsonl", "learning_rate": 0.002, "command_name": "rlhf", **keys}
+    name = f"{keys['rlhf_type']}-{keys['tuner_type']}"
+    stock = trained(folder, f"stock-{name}", **keys)
+    ours = trained(folder, f"ours-{name}", **keys, external_plugins="served.py", callbacks="loss_plugins")
+    assert len(ours) == len(stock) == STEPS
+    assert len({entry["loss"] for entry in stock}) > STEPS // 2
+    for mine, theirs in zip(ours, stock, strict=True):
+        for key, value in theirs.items():
+            if isinstance(value, float) and not any(word in key for word in ("memory", "time", "speed")):
+                rel = 1e-3 if key == "grad_norm" else 1e-4
+                assert mine[key] == pytest.approx(value, rel=rel, abs=1e-6 if key == "loss" else 1e-4), key
+
+
+@needs_swift
+@pytest.mark.slow
+def test_the_file_in_configs(folder: Path) -> None:
+    """With a tiny model, data and float32 in place of what it names."""
+    given = read_config("swift")
+    plugin = {"external_plugins": str(ROOT / given["external_plugins"])}
+    assert len(trained(folder, "config", **{**given, **plugin, **KEYS, "max_steps": 2, "save_steps": 2})) == 2
+
+
+@needs_swift
+@pytest.mark.slow
 def test_memory_is_lower(folder: Path) -> None:
     meter = (write_meter(folder / "meter"),)
     (folder / "smallest.py").write_text(f"from loss_plugins.integrations.swift import register\nregister({SMALLEST})\n")
@@ -114,7 +160,6 @@ def test_memory_is_lower(folder: Path) -> None:
     [
         ({"loss_type": "cross_entropy"}, {}, "loss_type 'cross_entropy' and loss_strategy 'cce'"),
         ({"enable_dft_loss": True}, {}, "enable_dft_loss True"),
-        ({"rlhf_type": "dpo"}, {}, "rlhf_type 'dpo'"),
         ({}, {"sequence_parallel_size": 2}, "sequence_parallel_size 2"),
         ({"loss_scale": "react"}, {"loss_scale": SimpleNamespace(is_binary_loss_scale=False)}, "loss_scale 'react'"),
     ],
@@ -123,3 +168,22 @@ def test_refusals(args: dict[str, Any], template: dict[str, Any], words: str) ->
     refuse(SimpleNamespace(loss_type=None), SimpleNamespace(template=SimpleNamespace()), LossConfig("cce"))
     with pytest.raises(ConfigError, match=words):
         refuse(SimpleNamespace(**args), SimpleNamespace(template=SimpleNamespace(**template)), LossConfig("cce"))
+
+
+@pytest.mark.parametrize(
+    ("name", "loss_type", "words"),
+    [
+        ("GRPOTrainer", None, "rlhf_type 'grpo'"),
+        ("RewardTrainer", None, "rlhf_type 'reward'"),
+        ("DPOTrainer", ["sigmoid"], None),
+    ],
+)
+def test_kinds_of_rlhf(name: str, loss_type: Any, words: str | None) -> None:
+    trainer = type(name, (), {"__module__": "swift.rlhf_trainers.some"})()
+    if words is None:
+        refuse(SimpleNamespace(loss_type=loss_type), trainer, LossConfig("cce"))
+        with pytest.raises(ConfigError, match="Leave loss_z_loss out"):
+            refuse(SimpleNamespace(loss_type=loss_type), trainer, LossConfig("cce", loss_z_loss=0.1))
+        return
+    with pytest.raises(ConfigError, match=words):
+        refuse(SimpleNamespace(loss_type=loss_type), trainer, LossConfig("cce"))

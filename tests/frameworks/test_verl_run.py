@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from small_job import README
+from small_job import README, ROOT, read_config
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,6 +44,8 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     from verl.utils.import_utils import import_external_libs
 
     keys = yaml.safe_load(snippet("yaml verl"))["actor_rollout_ref"]["model"]
+    assert read_config("verl")["actor_rollout_ref"]["model"] == keys
+    assert (ROOT / "configs" / "frameworks" / "verl_loss.py").read_text().endswith(snippet("python verl"))
     assert keys["use_fused_kernels"] is True
     assert keys["fused_kernel_options"] == {"impl_backend": "torch"}
     (tmp_path / f"{keys['external_lib']}.py").write_text(snippet("python verl"))

@@ -84,7 +84,7 @@ class ServedTrainer:
         for name in (*CALLS, "prediction_step"):
             if hasattr(trainer, name):
                 self._wrap(name)
-        self._modules = [sys.modules[cls.__module__] for cls in type(trainer).__mro__ if cls.__module__[:4] == "trl."]
+        self._modules = [sys.modules[cls.__module__] for cls in type(trainer).__mro__ if cls.__module__ in sys.modules]
         _replace(self._modules)
         if not any(isinstance(each, LossPluginCallback) for each in trainer.callback_handler.callbacks):
             trainer.add_callback(LossPluginCallback(config))
@@ -239,7 +239,7 @@ def _argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, An
     return bool(kwargs.get(name, args[place] if len(args) > place else False))
 
 
-# TRL's functions of logits, in the modules of its trainers
+# TRL's functions of logits, in the modules of its trainers and of those derived from them
 
 _installed: dict[tuple[str, str], list[Any]] = {}
 """By module and name: the original, and how many trainers are served."""

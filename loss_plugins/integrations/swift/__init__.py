@@ -12,7 +12,9 @@ from ...config import LossConfig
 from ...errors import ConfigError
 
 NAME = "loss_plugins"
-LOGIT_LOSSES = ("loss_type", "enable_dft_loss", "enable_channel_loss", "rlhf_type")
+LOGIT_LOSSES = ("loss_type", "enable_dft_loss", "enable_channel_loss")
+RLHF = ("dpo", "kto", "orpo", "cpo", "simpo")
+"""Whose objective is made of log-probabilities of single tokens."""
 
 
 def register(loss_config: LossConfig | Mapping[str, Any] | str | None = None) -> None:
@@ -28,22 +30,40 @@ def register(loss_config: LossConfig | Mapping[str, Any] | str | None = None) ->
 
     from ..hf.callback import LossPluginCallback
     from ..hf.keys import checked_config
+    from ..hf.log_probs import serve_trainer
 
     config = LossConfig.of(loss_config)
     checked_config({name: getattr(config, name) for name in config.names()})
 
+    class Serving(LossPluginCallback):
+        """For trainers whose loss is made of log-probabilities, the reference's too."""
+
+        trainer: Any = None
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            if self.trainer is not None:
+                serve_trainer(self.trainer, config)
+                self.trainer = None
+            super().on_train_begin(*args, **kwargs)
+
     def make(args: Any, trainer: Any) -> LossPluginCallback:
         refuse(args, trainer, config)
-        return LossPluginCallback(config)
+        callback = Serving(config)
+        if _preference(trainer) is not None:
+            callback.trainer = trainer
+        return callback
 
     callbacks_map[NAME] = make
 
 
 def refuse(args: Any, trainer: Any, config: LossConfig) -> None:
     """Raises:
-    ConfigError: ms-swift was asked for a loss that is not the model's own.
+    ConfigError: ms-swift was asked for a loss that is neither the model's own nor made of log-probabilities.
     """
-    asked = {key: getattr(args, key, None) for key in LOGIT_LOSSES}
+    from ..hf.log_probs import refuse_additions
+
+    kind = _preference(trainer)
+    asked = whole_logits({**{key: getattr(args, key, None) for key in LOGIT_LOSSES}, "rlhf_type": kind})
     template = getattr(trainer, "template", None)
     scale = getattr(template, "loss_scale", None)
     if getattr(scale, "is_binary_loss_scale", True) is False:
@@ -57,3 +77,22 @@ def refuse(args: Any, trainer: Any, config: LossConfig) -> None:
                 f"takes whole logits from the model and computes the loss itself. Delete {key}, or {NAME} from "
                 "callbacks."
             )
+    if kind is not None:
+        refuse_additions(config, f"rlhf_type {kind}")
+
+
+def whole_logits(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What in a configuration of ms-swift has it take whole logits from the model."""
+    kind = values.get("rlhf_type")
+    # a preference's loss_type is a kind of objective
+    keys = [key for key in LOGIT_LOSSES if key != "loss_type" or not kind]
+    asked = {key: values[key] for key in keys if values.get(key)}
+    return asked if not kind or kind in RLHF else {**asked, "rlhf_type": kind}
+
+
+def _preference(trainer: Any) -> str | None:
+    """The kind of RLHF that a trainer is for, by its class: its arguments do not say."""
+    for cls in type(trainer).__mro__:
+        if cls.__module__.startswith("swift.rlhf_trainers") and cls.__name__.endswith("Trainer"):
+            return cls.__name__.removesuffix("Trainer").lower()
+    return None
