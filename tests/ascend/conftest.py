@@ -34,3 +34,10 @@ def launches():
 
     ascend_driver.forget()
     return ascend_driver.LAUNCHES
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole files that share what a process said stay in one test process; all other tests may go anywhere."""
+    for item in items:
+        if item.path.name.startswith("test_npu_"):
+            item.add_marker(pytest.mark.xdist_group(item.path.name))

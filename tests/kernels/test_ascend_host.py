@@ -231,6 +231,27 @@ def test_a_tile_that_holds_a_label_or_a_nan_counts(seen):
     assert problem.linear_ce(1 << 18, (2**-12, 2**-12))[6].all()
 
 
+@pytest.mark.parametrize("filters", [(0.0, 0.0), (2**-12, 0.0)], ids=["exact", "filtered"])
+def test_what_torch_compile_is_told_is_true(seen, filters):
+    problem = Problem(20, 8, 300, torch.float32, bias=not filters[0], class_weight=True)
+    given = (problem.hidden, problem.weight, problem.bias, problem.labels)
+    torch.library.opcheck(
+        ops.linear_ce,
+        (*given, problem.class_weight, -100, 0.5, 3.0, 0.0, 1e-3, torch.float32, True, True, *filters, True, 1 << 12,
+         "ascend", "ascend", 0.5),
+    )  # fmt: skip
+    torch.library.opcheck(
+        ops.flce,
+        (*given, problem.row_scale, None, -100, 1.0, 0.0, 0.1, 0.0, torch.float32, True, True, True, True,
+         problem.bias is not None, 7, "ascend"),
+    )  # fmt: skip
+    logits = torch.randn(2, 10, 48, requires_grad=True)
+    torch.library.opcheck(
+        ops.cross_entropy,
+        (logits, problem.labels.clamp(max=47), None, -100, 1.0, 0.0, 0.0, 0.0, True, True, False, "ascend"),
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 37, 128), (3, 5, 123), (2, 7, 64)], ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
