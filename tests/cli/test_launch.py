@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -30,16 +30,17 @@ CPU = torch.device("cpu")
 
 def launched(file: str, *words: str, fails: bool = False, **environment: str) -> str:
     """What two processes on a CPU said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # below those that the system hands out itself, one of which would be gone before the launcher has imported torch
+    port = random.SystemRandom().randint(20_000, 32_000)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"} | environment
     done = subprocess.run(
         [*command, "--main_process_port", str(port), *words], env=environment, capture_output=True, text=True,
         timeout=200,
     )  # fmt: skip
-    assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-5000:]
+    assert (done.returncode != 0) == fails, (
+        done.stdout[-2000:] + done.stderr[-15_000:]
+    )  # the launcher's own words are the last
     return done.stdout + done.stderr
 
 
@@ -79,6 +80,7 @@ def test_zero3_trains_as_one_process_with_twice_the_batch(
     keys = {
         "packing": False, "strategies": ["naive", "chunked", "flce", "cce"], "optim": "adamw_torch",
         "model_name_or_path": str(saved), "tokenizer_name_or_path": str(tokenizer_folder),
+        "eval_file": job.keys["train_file"], "loss_statistics": ["accuracy", "entropy"],
     }  # fmt: skip
     for key in ("loss_strategy", "model_config", "tokenizer_vocab_size"):
         del job.keys[key]
@@ -91,6 +93,8 @@ def test_zero3_trains_as_one_process_with_twice_the_batch(
     results = json.loads((job.output / "summary.json").read_text())["strategies"]
     for name in keys["strategies"]:
         assert results[name]["losses"] == pytest.approx(one["strategies"][name]["losses"], abs=1e-4)
+        # the Trainer's mean over the batches of two processes is another one than over those of one
+        assert results[name]["eval_loss"] == pytest.approx(results["naive"]["eval_loss"], abs=1e-4)
         assert results[name]["chosen"] == [name]
         whole = LlamaForCausalLM.from_pretrained(job.output / name)
         start = LlamaForCausalLM.from_pretrained(saved)
