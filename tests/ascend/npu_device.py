@@ -2,15 +2,18 @@
 
     import npu_device   # before transformers and accelerate are
 
-The C++ half (npu_device.cpp) is compiled once, in about a minute, and kept beside torch's other extensions.
+The C++ half (npu_device.cpp) is compiled once, in about a minute, and kept in LP_ASCEND_CACHE.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
 import importlib.machinery
 import os
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -110,8 +113,21 @@ def _package(npu: types.ModuleType) -> types.ModuleType:
     return package
 
 
+def _compiled() -> Any:
+    """The C++ half. torch's own lock outlives a process that was killed, and the next one would wait for it forever; this
+    one does not."""
+    source = HERE / "npu_device.cpp"
+    key = hashlib.sha256(f"{torch.__version__} {sys.version_info[:2]} {source.read_text()}".encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("LP_ASCEND_CACHE", tempfile.gettempdir())) / f"npu-device-{key}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "building").open("w") as building:
+        fcntl.flock(building, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        return load("loss_plugins_npu_device", [str(source)], extra_cflags=["-O1"], build_directory=str(folder))
+
+
 def _install() -> Any:
-    memory = load("loss_plugins_npu_device", [str(HERE / "npu_device.cpp")], extra_cflags=["-O1"])
+    memory = _compiled()
     npu = _module(memory)
     torch.utils.rename_privateuse1_backend("npu")
     torch._register_device_module("npu", npu)
