@@ -36,8 +36,10 @@ def launches():
     return ascend_driver.LAUNCHES
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole files that share what a process said stay in one test process; all other tests may go anywhere."""
+    """Tests that share what a process said stay in one test process; all others may go anywhere."""
     for item in items:
         if item.path.name.startswith("test_npu_"):
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+            said_by = item.callspec.params.get("found", "") if hasattr(item, "callspec") else ""
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {said_by}"))
