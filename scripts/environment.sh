@@ -57,6 +57,7 @@ apart() {
   folder=$("$python" -c 'import sys; print(sys.prefix)')/$1
   shift
   if [ ! -d "$folder" ]; then
+    rm -rf "$folder.new" # of an attempt that broke off
     # built where torch is, which a build of its own would fetch once more
     pip_install --no-deps --no-build-isolation --target "$folder.new" "$@"
     mv "$folder.new" "$folder"
