@@ -52,6 +52,13 @@ class LossConfig:
     loss_z_loss: float = field(
         default=0.0, metadata={"help": "Weight of the squared log-sum-exp of the logits, added to each token's loss."}
     )
+    loss_objective: str | None = field(
+        default=None,
+        metadata={
+            "help": "What is computed from each label's log-probability in place of its negative: dft (dynamic "
+            "fine-tuning), the name of an installed objective, or package.module:ATTRIBUTE."
+        },
+    )
     loss_class_weight: list[float] | None = field(
         default=None, metadata={"help": "One weight a vocabulary entry, as in torch.nn.functional.cross_entropy."}
     )
@@ -89,6 +96,7 @@ class LossConfig:
                 raise ConfigError(f"loss_options must have names as keys, got {name!r}.{_unquoted(name)}")
         self._number("loss_label_smoothing", 0.0, 1.0)
         self._number("loss_z_loss", 0.0, math.inf)
+        self._check_objective()
         self._list("loss_class_weight", "numbers, one a vocabulary entry", _is_finite)
         self._list("loss_statistics", f"names: {', '.join(STATISTICS)}", lambda value: isinstance(value, str))
         key = self.loss_token_weight_key
@@ -101,6 +109,21 @@ class LossConfig:
             if name not in STATISTICS:
                 raise ConfigError(unknown_name("entry of loss_statistics", str(name), STATISTICS))
         self._check_liger_ops()
+
+    def _check_objective(self) -> None:
+        value = self.loss_objective
+        if value is None:
+            return
+        if not isinstance(value, str) or not value:
+            raise ConfigError(
+                f"loss_objective must be a name such as 'dft', got {value!r}. Leave it out for cross-entropy."
+            )
+        for name in ("loss_label_smoothing", "loss_z_loss", "loss_class_weight"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"loss_objective {value!r} and {name}={getattr(self, name)!r} were both given, but an objective is "
+                    "computed from plain log-probabilities, to which nothing can be added. Leave one of them out."
+                )
 
     def _check_liger_ops(self) -> None:
         value = self.liger_ops

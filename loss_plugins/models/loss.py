@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -48,13 +48,44 @@ def consume(logits: DeferredLogits, call: CrossEntropyCall) -> Any:
         _no_extras(frame, f"logits of {logits.ndim} axes or targets that are no indices")
         return NotImplemented
     arguments = _arguments(frame, call, logits.vocab)
+    if frame.handle.objective is None:
+        return _computed(frame, logits, call, arguments)
+    each = {**arguments, "reduction": "none", "token_weight": None}
+    losses = _computed(frame, logits, replace(call, reduction="none"), each)
+    return _by_objective(frame, losses, call, arguments["token_weight"])
+
+
+def _computed(frame: Frame, logits: DeferredLogits, call: CrossEntropyCall, arguments: dict[str, Any]) -> Tensor:
+    """The cross-entropy of plain targets."""
     if logits.is_real():
         return _from_real_logits(frame, logits.materialise("cross_entropy"), call, arguments)
     logits.check_hidden()
+    target = call.target
     target = frame.handle.counts.add_loss(target)
     for listener in frame.handle.before_loss:
         listener()
     return run_job(logits, LossJob(logits, target, arguments))
+
+
+def _by_objective(frame: Frame, losses: Tensor, call: CrossEntropyCall, token_weight: Tensor | None) -> Tensor:
+    """What the objective makes of the negative log-probabilities of single labels, reduced as the model asked."""
+    objective, name = frame.handle.objective, frame.handle.config.loss_objective
+    assert objective is not None
+    counted = (call.target != call.ignore_index).to(losses.device)
+    each = objective(-losses)
+    if not isinstance(each, Tensor) or each.shape != losses.shape:
+        got = f"a tensor of shape {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+        raise ConfigError(
+            f"loss_objective {name!r} returned {got} for log-probabilities of shape {tuple(losses.shape)}. It must "
+            "return one loss a label."
+        )
+    weight = counted.to(each.dtype)
+    if token_weight is not None:
+        weight = weight * token_weight.to(each)
+    each = torch.where(counted, each, 0.0) * weight
+    if call.reduction == "none":
+        return each
+    return each.sum() if call.reduction == "sum" else each.sum() / weight.sum()
 
 
 def run_job(logits: DeferredLogits, job: LossJob) -> Tensor:
@@ -239,6 +270,11 @@ def _arguments(frame: Frame, call: CrossEntropyCall, vocab: int) -> dict[str, An
         raise ConfigError(
             f"loss_class_weight has {class_weight.shape[0]} entries, and the model's loss is over {vocab} classes. "
             "Give one weight a class."
+        )
+    if handle.objective is not None and (smoothing or call.label_smoothing or call.weight is not None):
+        raise ConfigError(
+            f"loss_objective {config.loss_objective!r} was asked for, but the loss is smoothed, or has a weight a "
+            "class. An objective is computed from plain log-probabilities. Leave one of them out."
         )
     token_weight = None
     if scope.token_weight is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..config import LossConfig, is_number
 from ..device import DeviceProfile
 from ..errors import ConfigError, PatchError, UnsupportedError
+from ..objectives import OBJECTIVES
 from ..strategies import STRATEGIES, Problem, select
 from .families import family_of
 from .foreign import ADVICE, OFF, foreign_forward, refuse_foreign_cross_entropy
@@ -134,6 +135,7 @@ class PatchHandle:
         self.after_loss_backward: list[Callable[[], None]] = []
         self.liger: LigerOps | None = None
         self.shared_scopes: list[Scope] = []
+        self.objective = None if config.loss_objective is None else OBJECTIVES.get(config.loss_objective)
         self.fields = self._fields()
         self.needs_weight = self._needs_weight()
         self.statistics = StatisticsBuffer(self.fields)
@@ -347,6 +349,7 @@ class PatchHandle:
         asked = {
             "loss_label_smoothing": smoothing,
             "loss_z_loss": self.config.loss_z_loss,
+            "loss_objective": self.config.loss_objective is not None,
             "loss_class_weight": self.config.loss_class_weight is not None,
             "token_weight": scope.token_weight is not None,
             "loss_statistics": self.config.loss_statistics,

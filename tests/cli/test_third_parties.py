@@ -1,4 +1,4 @@
-"""Another package's strategy, model families and kernels, found by entry point and used from YAML.
+"""Another package's strategy, model families, kernels and objectives, found by entry point and used from YAML.
 
 The package is laid as pip would: a module and its ``dist-info`` on ``sys.path``.
 """
@@ -22,6 +22,7 @@ from loss_plugins.device import DeviceProfile
 from loss_plugins.errors import ConfigError
 from loss_plugins.kernels import ops
 from loss_plugins.models.families import FAMILIES, family_of
+from loss_plugins.objectives import OBJECTIVES
 from loss_plugins.strategies import STRATEGIES, Problem
 from loss_plugins.strategies._options import BACKENDS
 
@@ -77,7 +78,16 @@ class Kernels:
         return None if profile.kind == "cpu" else "acme has kernels for CPUs only"
 
 
+class Sixth:
+    name = "sixth"
+    summary = "the sixth part of cross-entropy"
+
+    def __call__(self, log_probs):
+        return -log_probs / 6
+
+
 BACKEND = Kernels()
+OBJECTIVE = Sixth()
 STRATEGY = Multiplied()
 HIDDEN_HEAD = ModelFamily(("acme",), "Its head is called lm_head, and no method says so.", head="lm_head")
 REFUSED = ModelFamily(("mistral",), "Refused here.", "unsupported", "the package acme says so")
@@ -87,6 +97,8 @@ ENTRIES = """
 multiplied = acme_package:STRATEGY
 [loss_plugins.kernels]
 acme = acme_package:BACKEND
+[loss_plugins.objectives]
+sixth = acme_package:OBJECTIVE
 [loss_plugins.models.families]
 acme = acme_package:HIDDEN_HEAD
 acme_mistral = acme_package:REFUSED
@@ -118,7 +130,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 def test_all_groups_are_those_of_pyproject() -> None:
     groups = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
     ours = {name for name in groups if name.startswith("loss_plugins.")}
-    assert ours == {STRATEGIES.package, FAMILIES.package, BACKENDS.package}
+    assert ours == {STRATEGIES.package, FAMILIES.package, BACKENDS.package, OBJECTIVES.package}
 
 
 def test_a_strategy_from_yaml(job: Job, acme: Callable[[str], None], invoke: Callable[..., Any]) -> None:
@@ -142,6 +154,15 @@ def test_kernels_from_yaml(job: Job, acme: Callable[[str], None], strategy: str,
     names = {"flce": {"flce_forward", "scaled"}, "cce": {"linear_ce_forward", "linear_ce_backward"}}[strategy]
     assert set(sys.modules["acme_package"].BACKEND.calls) == names
     assert {kernel.rpartition(".")[0] for kernel in ours["kernels"]} == {kernels}
+
+
+@pytest.mark.parametrize("objective", ["sixth", "acme_package:OBJECTIVE"])
+def test_an_objective_from_yaml(job: Job, acme: Callable[[str], None], objective: str) -> None:
+    assert "Unknown loss objective 'sixth'" in job.refused(loss_strategy="cce", loss_objective="sixth")
+    acme(ENTRIES)
+    stock = job.done(loss_strategy="cce", learning_rate=0.0)["strategies"]["cce"]
+    ours = job.done(loss_strategy="cce", loss_objective=objective, learning_rate=0.0)["strategies"]["cce"]
+    assert ours["losses"] == pytest.approx([loss / 6 for loss in stock["losses"]], rel=1e-5)
 
 
 def test_kernels_for_another_device_are_refused(acme: Callable[[str], None]) -> None:

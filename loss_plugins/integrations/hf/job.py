@@ -24,6 +24,7 @@ from ...device import DeviceProfile
 from ...diagnostics.environment import versions
 from ...diagnostics.memory import has_counters
 from ...errors import ConfigError, MissingDependencyError, unknown_name
+from ...objectives import OBJECTIVES
 from ...strategies import STRATEGIES, Problem, select
 from .arguments import LossPluginArguments
 from .corpus import read_corpus
@@ -171,6 +172,9 @@ def _prepare(
     profile = DeviceProfile.probe(args.device)
     # misspelt names and options are refused here, before the data is read
     plans = {name: select(name, own, problem, profile) for name, own in options.items()}
+    objective = args.loss_config().loss_objective
+    if objective is not None:
+        OBJECTIVES.get(objective)
     if data.embedded_corpus is not None:
         read = [Row(file, {"text": text}) for file, text in read_corpus(data.embedded_corpus, data.corpus_mb)]
     else:

@@ -10,6 +10,7 @@ from typing import Any
 from ...config import LossConfig
 from ...device import DeviceProfile
 from ...errors import ConfigError, unknown_name
+from ...objectives import OBJECTIVES
 from ...strategies import STRATEGIES, Problem, select
 from ...strategies._options import parse_options
 from .arguments import as_number
@@ -40,6 +41,8 @@ def checked_config(values: Mapping[str, Any]) -> LossConfig:
             "every column of a batch to the model, which takes no weights. Leave it out, or train with "
             "LossPluginTrainer."
         )
+    if config.loss_objective is not None:
+        OBJECTIVES.get(config.loss_objective)
     name, options = config.loss_strategy, config.loss_options
     if name == "auto":
         select(name, options, Problem(rows=4096, hidden=1024, vocab=32000), DeviceProfile("cpu"))

@@ -152,7 +152,7 @@ def refuse_additions(config: LossConfig, what: str) -> None:
     ConfigError: a setting that adds something to the model's own loss, which that trainer does not ask for.
     """
     default = LossConfig()
-    for name in ("loss_label_smoothing", "loss_z_loss", "loss_class_weight", "loss_statistics"):
+    for name in ("loss_label_smoothing", "loss_z_loss", "loss_objective", "loss_class_weight", "loss_statistics"):
         if getattr(config, name) not in (getattr(default, name), [], 0):
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, but {what} computes its own objective, and its own statistics, "

@@ -176,7 +176,11 @@ class LossPluginMixin(_Base):
         assert self.loss_handle is not None
         config = self.loss_handle.config
         return weight is not None or bool(
-            self._loss_smoothing or config.loss_z_loss or config.loss_class_weight or config.loss_statistics
+            self._loss_smoothing
+            or config.loss_z_loss
+            or config.loss_objective
+            or config.loss_class_weight
+            or config.loss_statistics
         )
 
     def _loss_take_weight(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:

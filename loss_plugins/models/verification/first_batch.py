@@ -29,6 +29,7 @@ LOGIT_BYTES = 20
 OFF: dict[str, Any] = {
     "loss_label_smoothing": 0.0,
     "loss_z_loss": 0.0,
+    "loss_objective": None,
     "loss_class_weight": None,
     "loss_statistics": None,
 }
