@@ -25,4 +25,8 @@ fi
 
 # Nothing may be fetched while testing; the machine's cores go to test processes, not to threads.
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
-exec "$python" -m pytest -n "${WORKERS:-2}" --dist worksteal "$@"
+"$python" -m pytest -n "${WORKERS:-2}" --dist worksteal "$@"
+
+if [ $# -eq 0 ] && [ -z "${HERE:-}" ]; then
+  bash scripts/ascend.sh # triton-ascend takes Triton's place, so its tests have an environment of their own
+fi

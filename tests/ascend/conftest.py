@@ -36,10 +36,10 @@ def launches():
     return ascend_driver.LAUNCHES
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share what a process said stay in one test process; all others may go anywhere."""
-    for item in items:
-        if item.path.name.startswith("test_npu_"):
-            said_by = item.callspec.params.get("found", "") if hasattr(item, "callspec") else ""
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {said_by}"))
+    """A file whose tests share what a process said stays in one test process, and comes first since it takes longest."""
+    shared = [item for item in items if item.path.name.startswith("test_npu_")]
+    for item in shared:
+        item.add_marker(pytest.mark.xdist_group(item.path.name))
+    items[:] = shared + [item for item in items if item not in shared]
