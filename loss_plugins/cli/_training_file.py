@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ from ._settings import read_yaml
 if TYPE_CHECKING:
     from ..device import DeviceProfile
 
-OURS, AXOLOTL, LLAMAFACTORY, SWIFT = "ours", "axolotl", "llamafactory", "swift"
+OURS, AXOLOTL, LLAMAFACTORY, SWIFT, VERL = "ours", "axolotl", "llamafactory", "swift", "verl"
 PLUGIN = "loss_plugins.integrations.axolotl.LossPlugin"
 SIGNS = {
     AXOLOTL: {
@@ -32,6 +33,7 @@ SIGNS = {
         "model", "dataset", "train_type", "tuner_type", "model_type", "external_plugins", "callbacks", "rlhf_type",
         "split_dataset_ratio", "loss_type", "torch_dtype", "target_modules", "system", "tuner_backend",
     },
+    VERL: {"actor_rollout_ref", "algorithm", "critic", "trainer", "data", "reward_model"},
     OURS: {
         "model_name_or_path", "model_config", "train_file", "eval_file", "tokenizer_vocab_size", "strategies",
         "packing", "loss_self_check",
@@ -42,6 +44,7 @@ START = {
     AXOLOTL: "axolotl train {path}",
     LLAMAFACTORY: "loss-plugins llamafactory train {path}",
     SWIFT: "swift sft {path}",
+    VERL: "python -m verl.trainer.main_ppo, with these keys",
     OURS: "loss-plugins train {path}",
 }
 
@@ -62,7 +65,7 @@ def examine(path: Path, framework: str | None, profile: DeviceProfile | None) ->
     values = read_yaml(path)
     whose = _whose(values, path) if framework is None else _named(framework)
     reader: dict[str, Callable[[Mapping[str, Any], Path], _Asked]] = {
-        AXOLOTL: _axolotl, LLAMAFACTORY: _llamafactory, SWIFT: _swift, OURS: _ours,
+        AXOLOTL: _axolotl, LLAMAFACTORY: _llamafactory, SWIFT: _swift, VERL: _verl, OURS: _ours,
     }  # fmt: skip
     config: LossConfig | None = None
     findings: list[Finding] = []
@@ -70,12 +73,12 @@ def examine(path: Path, framework: str | None, profile: DeviceProfile | None) ->
         config, findings = reader[whose](values, path)
     except LossPluginError as error:
         findings = [Finding("error", str(error).rstrip("."))]
-    package = {AXOLOTL: "axolotl", LLAMAFACTORY: "llamafactory", SWIFT: "ms-swift"}.get(whose)
+    package = {AXOLOTL: "axolotl", LLAMAFACTORY: "llamafactory", SWIFT: "ms-swift", VERL: "verl"}.get(whose)
     if package and not installed(package):
         findings.append(Finding("note", f"{package} is not installed in this Python environment"))
     if config is not None and profile is not None:
         findings += _here(config, values, profile)
-    asks = "asks nothing of loss_plugins" if config is None else f"asks for {config}"
+    asks = "asks nothing of loss_plugins that can be seen" if config is None else f"asks for {config}"
     if config is None and any(finding.level == "error" for finding in findings):
         asks = "what it asks for is wrong"
     start = START[whose].format(path=path)
@@ -160,8 +163,10 @@ def _swift(values: Mapping[str, Any], path: Path) -> _Asked:
     is_named = NAME in (callbacks.split() if isinstance(callbacks, str) else callbacks)
     if not is_named:
         return _Asked(None, findings)
-    if not values.get("external_plugins"):
-        what = f"callbacks names {NAME}, and no file of external_plugins registers it, so ms-swift will not know it"
+    named = values.get("external_plugins") or ()
+    config, wrong = _registered([named] if isinstance(named, str) else list(named), path)
+    if wrong:
+        what = f"callbacks names {NAME}, which ms-swift will not know: {wrong}"
         findings.append(Finding("error", what, ("external_plugins: loss.py   # with register(...) in it",)))
     for key, value in whole_logits(values).items():
         what = f"{key} {value!r} takes whole logits from the model, and callbacks: {NAME} makes none"
@@ -169,7 +174,67 @@ def _swift(values: Mapping[str, Any], path: Path) -> _Asked:
     if values.get("use_liger_kernel"):
         what = f"use_liger_kernel and callbacks: {NAME} are both on: two fused losses for one model"
         findings.append(Finding("error", what, ("use_liger_kernel: false   # and liger_ops: true in register(...)",)))
-    return _Asked(LossConfig(), findings)
+    return _Asked(config, findings)
+
+
+def _verl(values: Mapping[str, Any], path: Path) -> _Asked:
+    actor = values.get("actor_rollout_ref") or {}
+    model = actor.get("model") or {}
+    library = model.get("external_lib")
+    if not library:
+        return _Asked(None, [])
+    config, wrong = _registered([f"{str(library).replace('.', '/')}.py"], path)
+    if wrong:
+        return _Asked(None, [Finding("note", f"external_lib {library} asks nothing of loss_plugins: {wrong}")])
+    findings = []
+    if not model.get("use_fused_kernels"):
+        what = "use_fused_kernels is off, so verl takes whole logits and never calls what external_lib registers"
+        findings.append(Finding("error", what, ("actor_rollout_ref.model.use_fused_kernels=true",)))
+    backend = (model.get("fused_kernel_options") or {}).get("impl_backend", "torch")
+    if backend != "torch":
+        what = f"impl_backend {backend!r} has kernels of its own, past which a loss strategy is never called"
+        findings.append(Finding("error", what, ("actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",)))
+    if (actor.get("actor") or {}).get("entropy_coeff"):
+        what = "entropy_coeff is not 0, and no loss strategy computes the gradient of an entropy"
+        findings.append(Finding("error", what, ("actor_rollout_ref.actor.entropy_coeff=0",)))
+    return _Asked(config, findings)
+
+
+def _registered(files: list[str], beside: Path) -> tuple[LossConfig | None, str]:
+    """What the files' `register(...)` asks for, None if only running them could tell; or why nothing is registered.
+
+    Raises:
+        ConfigError: it asks for something wrong.
+    """
+    from ..integrations.hf.keys import checked_config
+
+    if not files:
+        return None, "no file that registers it is named"
+    found = [path for name in files for path in (Path(name), beside.parent / Path(name).name) if path.is_file()]
+    if not found:
+        return None, f"there is no {' nor '.join(files)}"
+    try:
+        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in found]
+    except SyntaxError as error:
+        return None, f"{found[0]} is no Python: {error.msg}"
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    ours = {node.module for node in nodes if isinstance(node, ast.ImportFrom)} & {
+        "loss_plugins.integrations.swift", "loss_plugins.integrations.verl",
+    }  # fmt: skip
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == "register"]
+    if not ours or not calls:
+        return None, f"{found[0]} does not call register of loss_plugins"
+    try:
+        given = ast.literal_eval(calls[0].args[0]) if calls[0].args else None
+    except ValueError:
+        return None, ""
+    config = LossConfig.of(given)
+    checked_config({name: getattr(config, name) for name in config.names()})
+    return config, ""
+
+
+def _name(function: ast.expr) -> str:
+    return getattr(function, "id", getattr(function, "attr", ""))
 
 
 def _ours(values: Mapping[str, Any], path: Path) -> _Asked:

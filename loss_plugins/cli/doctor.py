@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 def doctor(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE.yaml]", help="A training file: ours, axolotl's, LLaMA-Factory's or ms-swift's."),
+        typer.Argument(
+            metavar="[FILE.yaml]", help="A training file: ours, axolotl's, LLaMA-Factory's, ms-swift's or verl's."
+        ),
     ] = None,
     framework: Annotated[
         str | None,
-        typer.Option(help="Whose file it is, where that cannot be seen: ours, axolotl, llamafactory or swift."),
+        typer.Option(help="Whose file it is, where that cannot be seen: ours, axolotl, llamafactory, swift or verl."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

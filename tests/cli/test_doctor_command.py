@@ -47,6 +47,11 @@ def doctor(
     monkeypatch.chdir(tmp_path)
     for data in ("d.jsonl", "train.jsonl"):  # which files name
         Path(data).touch()
+    for framework in ("swift", "verl"):
+        lines = f"from loss_plugins.integrations.{framework} import register\nregister({{'loss_strategy': 'cce'}})\n"
+        Path(f"{framework}_loss.py").write_text(lines)
+    Path("wrong_loss.py").write_text("from loss_plugins.integrations.swift import register\nregister('ccee')\n")
+    Path("idle_loss.py").write_text("from loss_plugins.integrations.swift import register\n")
 
     def run(values: dict[str, Any] | None = None, profile: DeviceProfile = CPU, **words: str) -> dict[str, Any]:
         on(profile)
@@ -253,7 +258,13 @@ SWIFT = {"model": "m", "dataset": "d", "train_type": "lora", "torch_dtype": "bfl
 OURS = {"model_name_or_path": "m", "train_file": "d.jsonl", "output_dir": "out", "max_steps": 1, "report_to": "none"}
 CCE = {"loss_strategy": "cce"}
 NAMED = {"plugins": [PLUGIN]}
-REGISTERED = {"callbacks": "loss_plugins", "external_plugins": "loss.py"}
+REGISTERED = {"callbacks": "loss_plugins", "external_plugins": "swift_loss.py"}
+FUSED_HEAD = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}, "external_lib": "verl_loss"}
+
+
+def verl(**model: Any) -> dict[str, Any]:
+    return {"actor_rollout_ref": {"model": FUSED_HEAD | model, "actor": {"entropy_coeff": 0}}, "data": {}}
+
 
 WELL = {
     "axolotl": ("axolotl", AXOLOTL | CCE | NAMED),
@@ -262,6 +273,8 @@ WELL = {
     "llamafactory": ("llamafactory", LLAMAFACTORY | CCE | {"loss_options": {"workspace_mb": 64}}),
     "llamafactory without us": ("llamafactory", LLAMAFACTORY | {"enable_liger_kernel": True}),
     "swift": ("swift", SWIFT | REGISTERED),
+    "verl": ("verl", verl()),
+    "verl without us": ("verl", {"actor_rollout_ref": {"model": {"path": "m"}}, "data": {}}),
     "swift without us": ("swift", SWIFT | {"loss_type": "focal"}),
     "ours": ("ours", OURS | CCE),
     "the loss alone": ("ours", CCE | {"loss_label_smoothing": 0.1}),
@@ -273,7 +286,7 @@ def test_files_that_are_well(doctor: Callable[..., dict[str, Any]], framework: s
     found = doctor(values)
     assert found["file"]["framework"] == framework
     assert (found["code"], said(found, "error"), said(found, "warning")) == (0, "", "")
-    if "cce" in values.values():
+    if "cce" in values.values() or values in (verl(), SWIFT | REGISTERED):
         assert "asks for 'cce'" in found["file"]["asks"]
         assert "this runs: cce (torch kernels): asked for" in said(found, "note")
 
@@ -291,7 +304,12 @@ WRONG = {
     "llamafactory: another model": (LLAMAFACTORY | CCE | {"use_unsloth": True}, "use_unsloth is on"),
     "llamafactory: a misspelt option": (LLAMAFACTORY | CCE | {"loss_options": {"filer": "off"}}, "Did you mean 'filter'"),
     "swift: our keys": (SWIFT | CCE, "register({'loss_strategy': 'cce'})"),
-    "swift: nobody registers": (SWIFT | {"callbacks": "loss_plugins"}, "no file of external_plugins registers it"),
+    "swift: nobody registers": (SWIFT | {"callbacks": "loss_plugins"}, "no file that registers it is named"),
+    "swift: no such file": (SWIFT | REGISTERED | {"external_plugins": "absent.py"}, "there is no absent.py"),
+    "swift: an idle file": (SWIFT | REGISTERED | {"external_plugins": "idle_loss.py"}, "does not call register of"),
+    "swift: a misspelt strategy": (SWIFT | REGISTERED | {"external_plugins": "wrong_loss.py"}, "Did you mean 'cce'"),
+    "verl: whole logits": (verl(use_fused_kernels=False), "never calls what external_lib registers"),
+    "verl: other kernels": (verl(fused_kernel_options={"impl_backend": "triton"}), "impl_backend 'triton' has kernels"),
     "swift: whole logits": (SWIFT | REGISTERED | {"loss_type": "focal"}, "loss_type 'focal' takes whole logits"),
     "swift: Liger": (SWIFT | REGISTERED | {"use_liger_kernel": True}, "two fused losses for one model"),
     "ours: a misspelt key": (OURS | {"loss_strateg": "cce"}, "Did you mean 'loss_strategy'"),
@@ -349,6 +367,16 @@ def test_files_that_are_none(invoke: Callable[..., Any], tmp_path: Path) -> None
     assert "does not exist" in result.stderr
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "frameworks").glob("*.yaml")), ids=lambda path: path.name)
+def test_files_to_start_from(invoke: Callable[..., Any], on: Callable[..., None], path: Path) -> None:
+    on(CPU)
+    result = invoke("doctor", str(path), "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, said(found, "error"), said(found, "warning")) == (0, "", "")
+    assert found["file"]["framework"] == re.split("[_.]", path.name)[0]
+    assert "asks for 'cce'" in found["file"]["asks"]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_files_of_this_repository(doctor: Callable[..., dict[str, Any]], path: Path) -> None:
     found = doctor(yaml.safe_load(path.read_text()))
@@ -360,5 +388,7 @@ def test_files_of_this_repository(doctor: Callable[..., dict[str, Any]], path: P
 def test_what_the_readme_shows(doctor: Callable[..., dict[str, Any]], framework: str) -> None:
     (text,) = re.findall(rf"^```yaml {framework}\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     usual = {"axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY, "swift": SWIFT}[framework]
+    if framework == "swift":
+        Path("swift_loss.py").rename("loss.py")
     found = doctor(usual | yaml.safe_load(text))
     assert (found["code"], found["file"]["framework"], said(found, "warning")) == (0, framework, "")
