@@ -43,28 +43,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def two_processes() -> Callable[..., dict[str, Any]]:
-    """Runs a worker ``(store, rank)`` twice, and returns the lines of JSON that the first one printed, by their "case"."""
+def several_processes() -> Callable[..., dict[str, Any]]:
+    """Runs a worker ``(store, rank)`` several times, and returns the lines of JSON that the first one printed, by their
+    "case"."""
 
-    def run(worker: Path, store: Path, seconds: float = 200) -> dict[str, Any]:
+    def run(worker: Path, store: Path, seconds: float = 200, count: int = 2) -> dict[str, Any]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         started = [
             subprocess.Popen(
                 [sys.executable, worker.name, str(store), str(rank)], cwd=worker.parent, env=environment, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
-            for rank in range(2)
+            for rank in range(count)
         ]  # fmt: skip
         try:
-            with ThreadPoolExecutor() as both:  # neither may wait for its output to be read
-                said = list(both.map(lambda process: process.communicate(timeout=seconds), started))
+            with ThreadPoolExecutor(count) as pool:  # none may wait for its output to be read
+                said = list(pool.map(lambda process: process.communicate(timeout=seconds), started))
         finally:
             for process in started:
                 process.kill()
-        assert [process.returncode for process in started] == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
+        failed = [said[rank][1][-3000:] for rank in range(count) if started[rank].returncode]
+        assert not failed, "\n".join(failed)
         return {line["case"]: line for line in map(json.loads, said[0][0].splitlines())}
 
     return run
+
+
+@pytest.fixture(scope="session")
+def two_processes(several_processes: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same, for what needs no more."""
+    return several_processes
 
 
 @pytest.fixture(scope="session")
