@@ -2,10 +2,10 @@
 
 Peak memory beside the gradients: a few tiles of ``workspace_mb``, and for half inputs a float32 accumulator for dX.
 Presets carry the paper's names. A filter leaves out of the gradients the columns of a block of rows in which every
-row's ``|p - onehot|`` is below a value. ``auto`` does so where it is many times faster and provably small: with Triton
-on GPUs that have bulk copies (Hopper and later), half types, and only as long as no row would lose more than
-`AUTO_BOUND` of its probability, and all rows together an eighth of what is not their labels'; an untrained model is
-computed exactly.
+row's ``|p - onehot|`` is below a value. ``auto`` does so where it is many times faster: with Triton on GPUs that have
+bulk copies (Hopper and later), half types, and only as long as no row would lose more than `AUTO_BOUND` of its
+probability, and all rows together an eighth of what is not their labels'; an untrained model is computed exactly.
+Triton's kernels put an unbiased estimate in place of what is left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CceOptions:
     filter: str | float | bool = field(
         default="auto",
         metadata={
-            "help": "auto (drops what is provably small where that is faster, else nothing), off, or the probability "
+            "help": "auto (leaves out what is small, where that is faster, else nothing), off, or the probability "
             "below which a column is dropped for a block of rows."
         },
     )

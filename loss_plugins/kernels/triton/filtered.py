@@ -3,11 +3,11 @@
 Rounds of as many pairs (a column that counts for a block of 128 rows) as fit the workspace, three products a round:
 each pair's 128 entries of dZ, eq. (5) and (6), are one vector of the workspace; a block owns its rows of dX and adds
 the product with its columns' rows of the head; a tile of 128 columns that count for about the same blocks owns its rows
-of dW and sums over those blocks. No atomics, so the result is the same every time. dW of a column that counts nowhere
-is zero.
+of dW and sums over those blocks. No atomics, so the result is the same every time. `sampled.py` has stored in dW, and
+added to dX, an estimate of what is left out.
 
-What is left out of dX is not dropped: a row's probabilities sum to 1, so the mass that is missing is known, and it is
-put on the mean of the head's rows, eq. (11). That halves the error of dX.
+What is left out of dX, and not in the sample, is known: a row's probabilities sum to 1. It is put on the mean of the
+head's rows, eq. (11), which takes what they have in common out of the estimate's variance.
 
 If too much would be lost, or too many columns count, nothing happens here, and `backward.py` computes everything: the
 lists are empty or the rows that count there are zero, as the device decides.
