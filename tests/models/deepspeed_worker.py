@@ -18,7 +18,7 @@ from collectives import Gathers, same_everywhere
 from tiny_models import batch, make
 from torch import Tensor, nn
 
-from loss_plugins import LossConfig, patch_model
+from loss_plugins import LossConfig, find_handle, patch_model
 
 STRATEGIES = ("naive", "chunked", "flce", "cce", "auto")
 STAGES = (1, 2, 3)
@@ -144,6 +144,23 @@ def fifty_steps(stage: int, strategy: str) -> dict[str, Any]:
     return {"differing": differing, "first": losses[0], "last": losses[-1]}
 
 
+def late(stage: int) -> dict[str, Any]:
+    """Patched by its engine, after DeepSpeed has taken it, and unpatched again."""
+    model = make("llama", torch.float32)
+    engine = engine_of(model, stage)
+    rows = rows_of(dist.get_rank(), "plain")
+    stock = engine(**rows).loss
+    engine.backward(stock)
+    engine.step()
+    handle = patch_model(engine, "cce")
+    one_step(engine)
+    loss = engine(**rows).loss
+    found = {"fused": handle.counts.fused, "found": find_handle(engine) is handle, "off": abs((loss - stock).item())}
+    engine.backward(loss)
+    handle.undo()
+    return found | {"logits": engine(**rows).logits is not None}
+
+
 def gathers(strategy: str | None) -> dict[str, Any]:
     """What a step of ZeRO-3 gathers once it knows the order."""
     model = make("llama", torch.float32)
@@ -213,6 +230,8 @@ def main(path: str, rank: int) -> None:
         say(f"zero-{stage} {strategy}, {kind}", run(stage, strategy, kind))
     for stage, strategy in FIFTY:
         say(f"fifty zero-{stage} {strategy}", fifty_steps(stage, strategy))
+    for stage in STAGES:
+        say(f"late {stage}", late(stage))
     for strategy in (None, *STRATEGIES):
         say(f"gathers {strategy}", gathers(strategy))
     for stage in STAGES:

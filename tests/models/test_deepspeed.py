@@ -43,6 +43,13 @@ def test_ranks_never_differ(stage: int, strategy: str, results: dict[str, Any]) 
     assert result["last"] < 0.1 * result["first"]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_is_patched_and_unpatched(stage: int, results: dict[str, Any]) -> None:
+    result = results[f"late {stage}"]
+    assert (result["fused"], result["found"], result["logits"]) == (2, True, True)
+    assert result["off"] < 1e-5
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_head_is_gathered_as_often_as_in_stock(strategy: str, results: dict[str, Any]) -> None:
     """Once for the forward and once for the backward, not for each chunk."""
