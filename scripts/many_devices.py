@@ -176,7 +176,7 @@ def main(
     strategies: Annotated[str, typer.Option(help="For the cut head.")] = "cce,cce filter=off,flce",
     steps: Annotated[int, typer.Option(help="Timed steps of each.")] = 7,
     device: Annotated[str, typer.Option(help="Default: what is here.")] = "",
-    seconds: Annotated[float, typer.Option(help="Limit of each run of torchrun.")] = 100,
+    seconds: Annotated[float, typer.Option(help="Limit of each run of torchrun.")] = 150,
     source: Annotated[Path | None, typer.Option("--from", help="Only print the table of an earlier run.")] = None,
 ) -> None:
     if source is not None:

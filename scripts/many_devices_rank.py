@@ -93,8 +93,10 @@ class Ranks:
 
     def write(self, row: dict[str, Any]) -> None:
         if self.rank == 0:
+            row = {"ranks": self.world} | row
             with self.lines.open("a") as file:
-                file.write(json.dumps(row | {"ranks": self.world}) + "\n")
+                file.write(json.dumps(row) + "\n")
+            print(", ".join(f"{key} {value}" for key, value in row.items()), file=sys.stderr, flush=True)
 
 
 class Fsdp2:
@@ -273,8 +275,6 @@ def train(settings: Settings, ranks: Ranks) -> None:
             broken = True
             row["failed"] = "out of memory" if isinstance(error, torch.OutOfMemoryError) else _line(error)
         ranks.write(facts | row)
-        if ranks.rank == 0:
-            print(f"{settings.kind}, {ranks.world}: {row}", file=sys.stderr, flush=True)
         if broken:  # a forward that broke off leaves parts whole
             del engine
             _settle(ranks.device)
