@@ -34,12 +34,3 @@ def launches():
 
     ascend_driver.forget()
     return ascend_driver.LAUNCHES
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file whose tests share what a process said stays in one test process, and comes first since it takes longest."""
-    shared = [item for item in items if item.path.name.startswith("test_npu_")]
-    for item in shared:
-        item.add_marker(pytest.mark.xdist_group(item.path.name))
-    items[:] = shared + [item for item in items if item not in shared]

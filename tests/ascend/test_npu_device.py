@@ -5,6 +5,7 @@ The device is made in processes of its own, since a process can have only one of
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -33,8 +34,15 @@ def run(kernels: str, folder: Path, *cases: str) -> Cases:
 
 @pytest.fixture(scope="module", params=["torch", "ascend"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """What a process on the device said."""
-    return {**run(request.param, tmp_path_factory.mktemp("npu")), "kernels": request.param}
+    """What a process on the device said. It is started once, for all test processes: by the first that wants to know."""
+    kernels, base = request.param, tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    said = shared / f"npu-{kernels}.json"
+    with (shared / f"npu-{kernels}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            said.write_text(json.dumps(run(kernels, tmp_path_factory.mktemp("npu"))))
+    return {**json.loads(said.read_text()), "kernels": kernels}
 
 
 def test_what_is_known_of_the_device(found: Cases) -> None:
