@@ -187,7 +187,9 @@ def test_importing_patches_nothing() -> None:
 
 def test_every_module_imports_without_triton() -> None:
     kernels = ("_kernels.py", "_math.py")  # of kernels/ascend, whose host code needs none
-    modules = [module_of(p) for p in SOURCES if p.stem != "__main__" and "triton" not in p.parts and p.name not in kernels]
+    modules = [
+        module_of(p) for p in SOURCES if p.stem != "__main__" and "triton" not in p.parts and p.name not in kernels
+    ]
     assert "loss_plugins.kernels.ops" in modules
     code = f"""
         {BLOCK_TRITON}
