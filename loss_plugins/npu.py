@@ -32,7 +32,7 @@ class Release:
         cann: The CANN that it is made for.
         torch: The releases of torch and torch_npu that it is made for.
         torch_npu: The build of torch_npu to install, for that CANN and the last of ``torch``.
-        python: First and last minor version of Python 3.
+        python: First and last minor version of Python 3, where the matrix tells.
         index: Where it can be had, empty for PyPI.
     """
 
@@ -40,7 +40,7 @@ class Release:
     cann: str
     torch: tuple[str, ...]
     torch_npu: str
-    python: tuple[int, int]
+    python: tuple[int, int] | None
     index: str = ""
 
 
@@ -48,7 +48,7 @@ _INDEX = "https://triton-ascend.osinfra.cn/pypi/simple"
 RELEASES = (
     Release("3.2.0", "8.5.0", ("2.6.0", "2.7.1"), "2.7.1.post2", (9, 11)),
     Release("3.2.1", "9.0.0", ("2.7.1",), "2.7.1.post4", (10, 13), _INDEX),
-    Release("3.2.2", "9.1.0", ("2.7.1", "2.9.0"), "2.9.0.post6", (10, 13), _INDEX),
+    Release("3.2.2", "9.1.0", ("2.9.0",), "2.9.0.post6", None, _INDEX),
 )
 CHECKED = "3.2.0"
 """The triton-ascend that the kernels are compiled with in the tests."""
@@ -317,8 +317,8 @@ def _triton_mismatches(npu: Npu, base: str, python: tuple[int, int]) -> list[str
         said.append(f"{name} is made for CANN {release.cann}, and CANN {npu.cann} is set up")
     if base and base not in release.torch:
         said.append(f"{name} is made for torch_npu {' or '.join(release.torch)}, and {npu.torch_npu} is installed")
-    low, high = release.python
-    if not (3, low) <= python <= (3, high):
+    if release.python is not None and not release.python[0] <= python[1] <= release.python[1]:
+        low, high = release.python
         said.append(f"{name} is made for Python 3.{low} to 3.{high}, and this is {python[0]}.{python[1]}")
     if npu.triton_ascend != CHECKED:
         said.append(f"the kernels were compiled and checked with triton-ascend {CHECKED}, not with {npu.triton_ascend}")

@@ -252,6 +252,10 @@ def test_cann_tells_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             ["made for torch_npu 2.6.0 or 2.7.1, and 2.9.0", "made for Python 3.9 to 3.11, and this is 3.12"],
         ),
         (Npu(cann="9.1.0", torch_npu="2.9.0.post6", triton_ascend="3.2.2"), "2.9.0", (3, 11), ["checked with triton-ascend 3.2.0, not with 3.2.2"]),
+        (
+            Npu(cann="9.1.0", torch_npu="2.7.1.post8", triton_ascend="3.2.2"), "2.7.1", (3, 14),
+            ["made for torch_npu 2.9.0, and 2.7.1.post8", "checked with triton-ascend 3.2.0"],
+        ),
         (Npu(triton_ascend="3.6.0"), "2.10.0", (3, 11), ["triton-ascend 3.6.0 is in no line of the matrix"]),
     ],
 )  # fmt: skip
