@@ -14,7 +14,7 @@ LEAST_BLOCK = 128
 SCALE_BLOCK = 8192
 FORWARD_BLOCK, FORWARD_BLOCK_WITH_ONE, FORWARD_BLOCK_WITH_MORE = 16384, 8192, 4096
 GRADIENT_BLOCK = 4096
-"""Largest powers of two whose buffers fit 192 KiB by the compilers of three CANN releases."""
+"""Powers of two whose buffers fit 192 KiB, whatever else is asked of them, by the compilers of three CANN releases."""
 
 LEAST_COLUMNS = 512  # of a tile, where its bytes allow: narrower products leave the cube units idle
 FILTER_SIDE = 1024  # of a filter's tiles: so small that some hold nothing that counts
