@@ -11,6 +11,7 @@ import torch
 from ..device import DeviceProfile
 from ..errors import ConfigError, unknown_name
 from ..kernels import ops
+from ..npu import Npu, install_commands
 from ..registry import Registry
 from ._base import Problem
 
@@ -100,8 +101,12 @@ def cannot_run(kernels: str, problem: Problem, profile: DeviceProfile) -> str | 
         return f"kernels={kernels!r} was asked for, but {obstacle}" if obstacle else None
     obstacle = profile.triton_obstacle if kernels == "triton" else profile.ascend_obstacle
     if obstacle and profile.kind == "npu":
-        other = "kernels='ascend' are those for it, and " if kernels == "triton" else ""
-        return f"kernels={kernels!r} was asked for, but {obstacle}; {other}`loss-plugins doctor` says what to install"
+        how = "kernels='ascend' are those for it, and "
+        if kernels == "ascend":
+            npu = profile.npu or Npu()
+            # in what order the two share a folder matters
+            how = "" if npu.triton_ascend else f"type {' && '.join(install_commands(npu)[-3:-1])}, and "
+        return f"kernels={kernels!r} was asked for, but {obstacle}; {how}`loss-plugins doctor` says what to install"
     if obstacle:
         return f"kernels={kernels!r} was asked for, but {obstacle}"
     if problem.dtype == torch.float64:

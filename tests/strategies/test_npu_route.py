@@ -48,7 +48,11 @@ def test_auto_says_what_it_took_and_why_not_the_other():
 @pytest.mark.parametrize(
     ("kernels", "profile", "dtype", "why"),
     [
-        ("ascend", PLAIN, torch.bfloat16, r"kernels='ascend' was asked for, but triton-ascend is not installed.*doctor` says"),
+        (
+            "ascend", PLAIN, torch.bfloat16,
+            r"was asked for, but triton-ascend is not installed.*; type pip uninstall -y triton triton-ascend && "
+            r"pip install triton-ascend==3\.2\.0 pybind11, and `loss-plugins doctor` says",
+        ),
         ("ascend", DeviceProfile("cpu"), torch.bfloat16, "they run on an Ascend NPU, and this is a cpu device"),
         ("ascend", DeviceProfile("cuda", has_triton=True), torch.bfloat16, "they run on an Ascend NPU, and this is a cuda"),
         ("ascend", LAUNCHES, torch.float64, "the Ascend kernels have no float64"),
