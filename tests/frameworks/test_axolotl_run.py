@@ -183,7 +183,7 @@ def test_memory_is_lower(jobs: Jobs, kind: str) -> None:
 def test_the_file_in_configs(jobs: Jobs, name: str, kind: str) -> None:
     """With a tiny model, data and float32 in place of what it names."""
     given = read_config(name)
-    tiny = {**KEYS, **{**KINDS, **LOG_PROB_KINDS}[kind], "max_steps": 2, "save_steps": 2, "eval_steps": 2}
+    tiny = {**KEYS, "eval_steps": 2, **{**KINDS, **LOG_PROB_KINDS}[kind], "max_steps": 2, "save_steps": 2}
     assert len(jobs.history(name, {**given, **tiny, "output_dir": f"./{name}"})) == 2
 
 

@@ -137,7 +137,7 @@ def test_losses_made_of_log_probabilities(folder: Path, keys: dict[str, Any]) ->
 def test_the_file_in_configs(folder: Path) -> None:
     """With a tiny model, data and float32 in place of what it names."""
     given = read_config("swift")
-    plugin = {"external_plugins": str(ROOT / given["external_plugins"])}
+    plugin = {"external_plugins": str(ROOT / given["external_plugins"]), "output_dir": "./config"}
     assert len(trained(folder, "config", **{**given, **plugin, **KEYS, "max_steps": 2, "save_steps": 2})) == 2
 
 

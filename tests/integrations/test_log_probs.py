@@ -157,6 +157,21 @@ def test_as_stock(name: str, keys: dict[str, Any], saved: Path, caplog: pytest.L
     assert "has replaced the forward" not in caplog.text
 
 
+@pytest.mark.parametrize("name", ["DPO", "KTO", "GRPO"])
+def test_mixed_precision(name: str, saved: Path) -> None:
+    """accelerate puts forwards of its own on both models then, around TRL's or ours."""
+    stock = history(build(name, saved, bf16=True, max_steps=3))
+    trainer = build(name, saved, bf16=True, max_steps=3)
+    served = serve_trainer(trainer, "cce")
+    ours = history(trainer)
+    assert len(ours) == len(stock) == 3
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-2, abs=2e-2)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
+    assert len(served.handles) == 2
+    assert all(handle.counts.fused >= 3 and handle.counts.materialised == 0 for handle in served.handles)
+
+
 def test_lora_with_its_base_as_reference(saved: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     keys = {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")}
