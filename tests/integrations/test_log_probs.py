@@ -19,6 +19,7 @@ trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
 
 from loss_plugins import LossConfig, find_handle  # noqa: E402
+from loss_plugins.diagnostics.memory import PeakMeter  # noqa: E402
 from loss_plugins.errors import ConfigError, UnsupportedError  # noqa: E402
 from loss_plugins.integrations.hf import serve_trainer  # noqa: E402
 from loss_plugins.integrations.hf.corpus import train_tokenizer  # noqa: E402
@@ -32,20 +33,25 @@ LINES = [
     "tiger tiger burning bright in the forests of the night",
 ]
 STEPS = 10
+WIDE = 32768
+"""Classes of a model whose logits are most of what a training step takes."""
 TOKENIZER = train_tokenizer(LINES * 4, 300)
 TOKENIZER.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_model(folder: Path, vocab: int) -> Path:
     """A model on disk, from which trainers make references."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     special = {"pad_token_id": TOKENIZER.pad_token_id, "eos_token_id": TOKENIZER.eos_token_id, "bos_token_id": None}
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(LlamaConfig(vocab_size=320, **sizes, **heads, **special)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **sizes, **heads, **special)).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), 320)
 
 
 def find(name: str) -> tuple[Any, Any]:
@@ -170,6 +176,34 @@ def test_mixed_precision(name: str, saved: Path) -> None:
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
     assert len(served.handles) == 2
     assert all(handle.counts.fused >= 3 and handle.counts.materialised == 0 for handle in served.handles)
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO"])
+def test_memory_is_lower(name: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "wide", WIDE)
+    keys = {"loss_type": "nll"} if name == "SFT" else {}
+
+    def peak(config: LossConfig | None) -> float:
+        trainer = build(name, folder, max_steps=1, **keys)
+        if config is not None:
+            serve_trainer(trainer, config)
+        step = trainer.training_step
+        meter = PeakMeter(torch.device("cpu"))
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with meter:
+                meter.mark()
+                return step(*args, **kwargs)
+
+        trainer.training_step = watched
+        history(trainer)
+        return meter.read() / 2**20
+
+    stock, ours = peak(None), peak(LossConfig("cce", {"workspace_mb": 1}))
+    print(
+        f"trl {trl.__version__} {name}: a training step of {WIDE} classes takes {stock:.1f} MiB stock, {ours:.1f} ours"
+    )
+    assert ours < 0.8 * stock
 
 
 def test_lora_with_its_base_as_reference(saved: Path) -> None:
