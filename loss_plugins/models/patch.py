@@ -16,7 +16,7 @@ from ..config import LossConfig, is_number
 from ..device import DeviceProfile
 from ..errors import ConfigError, PatchError, UnsupportedError
 from ..objectives import OBJECTIVES
-from ..strategies import STRATEGIES, Problem, select
+from ..strategies import STRATEGIES, Problem, check_options
 from .families import family_of
 from .foreign import ADVICE, OFF, foreign_forward, refuse_foreign_cross_entropy
 from .forwarding import HANDLE
@@ -362,9 +362,8 @@ class PatchHandle:
         """What can be refused before anything is touched."""
         config = self.config
         features = getattr(head.core, "out_features", None)
-        problem = Problem(rows=4096, hidden=getattr(head.core, "in_features", 1024), vocab=features or 32000)
         if config.loss_strategy == "auto":
-            select("auto", config.loss_options, problem, DeviceProfile("cpu"))
+            check_options("auto", config.loss_options)
         weights = config.loss_class_weight
         if weights is not None and isinstance(features, int) and len(weights) != features and head.way == "weight":
             raise ConfigError(

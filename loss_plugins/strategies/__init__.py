@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ._api import linear_cross_entropy, linear_cross_entropy_stats, linear_log_probs, projected_cross_entropy_stats
     from ._base import FIELDS, LossOutput, Problem, RowLoss, Rows, Strategy
     from ._given import cross_entropy, cross_entropy_stats
-    from ._select import STRATEGIES, Plan, chosen_by_auto, forget_choices, select, select_on
+    from ._select import STRATEGIES, Plan, check_options, chosen_by_auto, forget_choices, select, select_on
     from ._vocab_parallel import VocabParallel
 
 _HOMES = {
@@ -29,6 +29,7 @@ _HOMES = {
     "Strategy": "_base",
     "STRATEGIES": "_select",
     "Plan": "_select",
+    "check_options": "_select",
     "chosen_by_auto": "_select",
     "forget_choices": "_select",
     "select": "_select",
@@ -38,7 +39,7 @@ _HOMES = {
 
 __all__ = [
     "FIELDS", "STRATEGIES", "LossOutput", "Plan", "Problem", "RowLoss", "Rows", "Strategy", "VocabParallel",
-    "chosen_by_auto", "cross_entropy", "cross_entropy_stats", "forget_choices", "linear_cross_entropy",
+    "check_options", "chosen_by_auto", "cross_entropy", "cross_entropy_stats", "forget_choices", "linear_cross_entropy",
     "linear_cross_entropy_stats", "linear_log_probs", "projected_cross_entropy_stats", "select", "select_on",
 ]  # fmt: skip
 

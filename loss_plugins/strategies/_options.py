@@ -79,6 +79,12 @@ def check_kernels(value: Any, known: Sequence[str] = KERNELS) -> None:
     """``kernels`` as a strategy with a choice of them understands it."""
     if value in known:
         return
+    belongs = {"native": "naive and cce", "triton": "flce and cce", "ascend": "flce and cce", "auto": "flce and cce"}
+    if value in belongs:
+        raise ConfigError(
+            f"kernels: {value} was asked for, which only strategies {belongs[value]} have. Here it can be "
+            f"{', '.join(known)}; or name one of those strategies."
+        )
     if "triton" not in known or not isinstance(value, str) or not _add_backend(value):
         raise ConfigError(unknown_name("value of kernels:", str(value), known))
 

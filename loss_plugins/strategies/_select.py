@@ -95,10 +95,46 @@ def select(
         if reason is not None:
             raise UnsupportedError(
                 f"Strategy {strategy!r} was asked for but cannot run here: {reason}. "
-                "Use loss_strategy 'chunked', which takes any head on any device, or 'auto'."
+                + _way_out(chosen, options or {}, problem, profile)
             )
         return Plan(chosen, parsed, "asked for")
     return _auto(options, problem, profile, free)
+
+
+def _way_out(chosen: Strategy, options: Mapping[str, Any], problem: Problem, profile: DeviceProfile) -> str:
+    rest = {name: value for name, value in options.items() if name != "kernels"}
+    if (
+        len(rest) < len(options)
+        and chosen.check(problem, profile, parse_options(chosen.name, chosen.Options, rest)) is None
+    ):
+        return "Leave kernels out of loss_options: those that can run here are taken then."
+    return "Use loss_strategy 'chunked', which takes any head on any device, or 'auto', and leave loss_options out."
+
+
+def check_options(strategy: str, options: Mapping[str, Any] | None) -> None:
+    """Names and values of options, where the problem and its device are not known yet.
+
+    Raises:
+        ConfigError: the strategy, or with "auto" every strategy that it chooses among, refuses them.
+    """
+    if strategy != "auto":
+        _prepared(strategy, options)
+        return
+    wrong: ConfigError | None = None
+    for name in ("cce", "flce", "chunked", "naive"):
+        if _unknown_option(name, tuple(options or ())) is None:
+            try:
+                _prepared(name, options)
+            except ConfigError as error:
+                wrong = wrong or error
+            else:
+                return
+    if wrong is not None:
+        raise wrong
+    raise ConfigError(
+        f"No strategy that loss_strategy 'auto' chooses among has all of loss_options {dict(options or {})!r}. Remove "
+        "an option, or name the strategy that they belong to; `loss-plugins strategies` lists them."
+    )
 
 
 def select_on(strategy: str, options: Mapping[str, Any] | None, problem: Problem, device: torch.device) -> Plan:
@@ -191,7 +227,11 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
         if unknown:
             passed_over.append((name, f"it has no option {unknown!r}"))
             continue
-        candidate, parsed = _prepared(name, options)
+        try:
+            candidate, parsed = _prepared(name, options)
+        except ConfigError as error:  # another strategy may have that value
+            passed_over.append((name, str(error).rstrip(".")))
+            continue
         why_not = candidate.check(problem, profile, parsed)
         if why_not is None and free is not None:
             peak = candidate.peak_bytes(there, parsed)
@@ -200,6 +240,7 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
         if why_not is None:
             return Plan(candidate, parsed, reason, tuple(passed_over))
         passed_over.append((name, why_not))
+    check_options("auto", options)
     raise ConfigError(
         f"loss_strategy 'auto' found nothing that can run with loss_options {dict(options or {})!r}: "
         + "; ".join(f"{name}: {why}" for name, why in passed_over)

@@ -10,10 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from loss_plugins import linear_cross_entropy, linear_cross_entropy_stats
 from loss_plugins.device import DeviceProfile
-from loss_plugins.errors import ConfigError
+from loss_plugins.errors import ConfigError, UnsupportedError
 from loss_plugins.kernels import ops, reference
 from loss_plugins.strategies import (
     Problem,
+    check_options,
     chosen_by_auto,
     forget_choices,
     projected_cross_entropy_stats,
@@ -308,3 +309,41 @@ def test_what_may_be_left_out(case, thresholds, bound, monkeypatch):
     on_torch = case["profile"] is CPU or case["options"].get("kernels") == "torch"
     assert forward == ("torch" if on_torch else "triton")
     assert backward == ("torch" if on_torch or (bound == 1 and case["profile"].name == "A100") else "triton")
+
+
+def test_auto_takes_the_kernels_that_a_gpu_has_whatever_this_machine_has():
+    for kernels in ("triton", "ascend", "native"):
+        check_options("auto", {"kernels": kernels})
+    assert select("auto", {"kernels": "triton"}, problem(vocab=32_000), H200, 100 * GIB).strategy.name == "flce"
+    # logits that are few would go to naive, which has no such kernels
+    assert select("auto", {"kernels": "triton"}, problem(64, 32, 1000), H200, 100 * GIB).strategy.name == "flce"
+    assert select("auto", {"kernels": "torch"}, problem(64, 32, 1000), CPU).strategy.name == "naive"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "expected"),
+    [
+        ("auto", {"kernels": "tritn"}, "Unknown value of kernels: 'tritn'. Did you mean 'triton'"),
+        ("auto", {"workspace_mb": -1}, "workspace_mb must be"),
+        ("auto", {"filter": "off", "compile": True}, "No strategy that loss_strategy 'auto' chooses among has all of"),
+        ("flce", {"kernels": "native"}, "only strategies naive and cce have"),
+        ("naive", {"kernels": "triton"}, "only strategies flce and cce have"),
+    ],
+)
+def test_options_that_no_device_could_take(strategy, options, expected):
+    for what in (problem(64, 32, 1000), problem()):
+        with pytest.raises(ConfigError, match=expected):
+            select(strategy, options, what, CPU)
+    with pytest.raises(ConfigError, match=expected):
+        check_options(strategy, options)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "ascend", "native"])
+def test_kernels_that_are_not_here_are_left_out(kernels):
+    """The advice can be followed."""
+    with pytest.raises(UnsupportedError, match="Leave kernels out of loss_options"):
+        select("cce", {"kernels": kernels}, problem(), CPU)
+    select("cce", {}, problem(), CPU)
+    for what in (problem(64, 32, 1000), problem()):
+        with pytest.raises(ConfigError, match=f"kernels.*{kernels}"):
+            select("auto", {"kernels": kernels}, what, CPU)

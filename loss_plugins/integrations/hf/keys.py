@@ -8,11 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 from ...config import LossConfig
-from ...device import DeviceProfile
 from ...errors import ConfigError, unknown_name
 from ...objectives import OBJECTIVES
-from ...strategies import STRATEGIES, Problem, select
-from ...strategies._options import parse_options
+from ...strategies import check_options
 from .arguments import as_number
 
 _NUMBERS = [entry.name for entry in fields(LossConfig) if isinstance(entry.default, float)]
@@ -43,11 +41,7 @@ def checked_config(values: Mapping[str, Any]) -> LossConfig:
         )
     if config.loss_objective is not None:
         OBJECTIVES.get(config.loss_objective)
-    name, options = config.loss_strategy, config.loss_options
-    if name == "auto":
-        select(name, options, Problem(rows=4096, hidden=1024, vocab=32000), DeviceProfile("cpu"))
-    else:
-        parse_options(name, STRATEGIES.get(name).Options, options)
+    check_options(config.loss_strategy, config.loss_options)
     return config
 
 
