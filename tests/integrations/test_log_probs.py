@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
 
-from loss_plugins import LossConfig, find_handle  # noqa: E402
+from loss_plugins import LossConfig, LossPluginTrainer, find_handle  # noqa: E402
 from loss_plugins.diagnostics.memory import PeakMeter  # noqa: E402
 from loss_plugins.errors import ConfigError, UnsupportedError  # noqa: E402
 from loss_plugins.integrations.hf import serve_trainer  # noqa: E402
@@ -319,10 +319,55 @@ def test_trainers_that_take_more_are_refused(saved: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     class GKDTrainer(Trainer):
-        pass
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
 
     trainer = GKDTrainer(
         LlamaForCausalLM.from_pretrained(saved), TrainingArguments(str(saved), use_cpu=True, report_to="none")
     )
     with pytest.raises(UnsupportedError, match="GKDTrainer, which takes more from the model than log-probabilities"):
         serve_trainer(trainer, "cce")
+
+
+@pytest.mark.parametrize("config", ["cce", {"loss_strategy": "cce", "loss_objective": "dft"}])
+def test_trainers_that_take_the_models_loss_have_another_way(saved: Path, config: Any) -> None:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+    class MyTrainer(Trainer):
+        pass
+
+    args = Seq2SeqTrainingArguments(str(saved), use_cpu=True, report_to="none")
+    model = LlamaForCausalLM.from_pretrained(saved)
+    for kind in (Trainer, Seq2SeqTrainer, MyTrainer):
+        words = (
+            rf"{kind.__name__}, which takes the loss from the model, .*Use LossPluginTrainer\(..., loss_config='cce'\)"
+            rf" .*{kind.__name__}\(..., callbacks=\[LossPluginCallback\('cce'\)\]\)"
+        )
+        with pytest.raises(UnsupportedError, match=words):
+            serve_trainer(kind(model, args), config)
+    assert find_handle(model) is None
+    trainer = LossPluginTrainer(model, args, loss_config="naive")
+    with pytest.raises(
+        UnsupportedError, match=r"loss comes from loss_plugins already.* LossPluginTrainer\(..., loss_c"
+    ):
+        serve_trainer(trainer, config)
+
+
+def test_dft_is_trl_s_own(saved: Path) -> None:
+    trainer = build("SFT", saved, loss_type="nll")
+    with pytest.raises(ConfigError, match=r'Build it with SFTConfig\(loss_type="dft"\), and leave loss_objective out'):
+        serve_trainer(trainer, {"loss_objective": "dft"})
+    with pytest.raises(ConfigError, match="loss_objective is 'dft', but DPOTrainer computes its own objective"):
+        serve_trainer(build("DPO", saved), {"loss_objective": "dft"})
+
+
+def test_what_is_no_trainer(saved: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(saved)
+    with pytest.raises(
+        ConfigError, match=r"was given a model, LlamaForCausalLM. Write loss_plugins.patch_model\(model"
+    ):
+        serve_trainer(model, "cce")
+    with pytest.raises(ConfigError, match=r"was given the class SFTTrainer\. Build the trainer"):
+        serve_trainer(trl.SFTTrainer, "cce")
+    with pytest.raises(ConfigError, match="was given NoneType without model and callbacks"):
+        serve_trainer(None, "cce")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from ...config import LossConfig
 from ...errors import ConfigError, PatchError, UnsupportedError
@@ -23,6 +24,7 @@ from ...models.leaving import LeavingLogits
 from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
 from .callback import LossPluginCallback
 from .fused_head import fused_forward, put_on, refuse_fused_extras, take_off
+from .trainer import LossPluginMixin
 
 SERVED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer")
 CALLS = ("compute_loss", "compute_ref_log_probs", "compute_reference_log_probs", "_get_per_token_logps_and_entropies")
@@ -44,10 +46,17 @@ def serve_trainer(trainer: Any, loss_config: LossConfig | Mapping[str, Any] | st
         loss_config: A strategy's name, a `LossConfig` or a mapping of its fields. Default: `auto`.
 
     Raises:
-        ConfigError: a setting that only means something for the model's own loss.
+        ConfigError: no trainer was given, or a setting that only means something for the model's own loss.
         UnsupportedError: the trainer needs whole logits, computes its loss elsewhere, or shards its model.
     """
     config = LossConfig.of(loss_config)
+    refuse_class(trainer, config)
+    if config.loss_objective == "dft" and _is_a(trainer, "SFTTrainer"):
+        raise ConfigError(
+            f"loss_objective 'dft' was asked for with {type(trainer).__name__}, which computes dynamic fine-tuning "
+            'itself, from the strategy\'s log-probabilities. Build it with SFTConfig(loss_type="dft"), and leave '
+            "loss_objective out."
+        )
     refuse_additions(config, type(trainer).__name__)
     refuse_trainer(trainer, config)
     return ServedTrainer(trainer, config)
@@ -160,17 +169,58 @@ def refuse_additions(config: LossConfig, what: str) -> None:
             )
 
 
+def refuse_class(trainer: Any, config: LossConfig) -> None:
+    """Raises:
+    ConfigError: it is no trainer.
+    UnsupportedError: it is none whose objective is made of log-probabilities.
+    """
+    name, asked = type(trainer).__name__, f"loss_strategy {config.loss_strategy!r} was asked for with"
+    if isinstance(trainer, torch.nn.Module):
+        raise ConfigError(
+            f"serve_trainer takes a trainer of TRL that is built already, and was given a model, {name}. Write "
+            f"loss_plugins.patch_model(model, {config.loss_strategy!r}) for a model, or serve_trainer(trainer, ...)."
+        )
+    if isinstance(trainer, type) or not (hasattr(trainer, "model") and hasattr(trainer, "callback_handler")):
+        given = f"the class {trainer.__name__}" if isinstance(trainer, type) else f"{name} without model and callbacks"
+        raise ConfigError(
+            f"serve_trainer takes a trainer of TRL that is built already, and was given {given}. Build the trainer, "
+            "then write serve_trainer(trainer, ...)."
+        )
+    if _is_a(trainer, *SERVED):
+        return
+    if isinstance(trainer, LossPluginMixin):
+        raise UnsupportedError(
+            f"{asked} {name}, whose loss comes from loss_plugins already. Leave serve_trainer out and say what is "
+            f"wanted when it is built: LossPluginTrainer(..., loss_config={config.loss_strategy!r})."
+        )
+    if _takes_the_models_loss(trainer):
+        raise UnsupportedError(
+            f"{asked} {name}, which takes the loss from the model, and serve_trainer is for trainers of TRL, whose "
+            f"loss is made of log-probabilities. Use LossPluginTrainer(..., loss_config={config.loss_strategy!r}) in "
+            f"its place, or {name}(..., callbacks=[LossPluginCallback({config.loss_strategy!r})])."
+        )
+    raise UnsupportedError(
+        f"{asked} {name}, which takes more from the model than log-probabilities of single tokens. Trainers that can "
+        f"be served: {', '.join(SERVED)}. Leave loss_plugins out of this run."
+    )
+
+
+def _is_a(trainer: Any, *names: str) -> bool:
+    return any(cls.__name__ in names for cls in type(trainer).__mro__)
+
+
+def _takes_the_models_loss(trainer: Any) -> bool:
+    """Whether transformers' own Trainer computes the loss, by the model's forward."""
+    cls = type(trainer)
+    own = cls.compute_loss is Trainer.compute_loss and cls.training_step is Trainer.training_step
+    return own and not any(base.__module__.split(".")[0] == "trl" for base in cls.__mro__)
+
+
 def refuse_trainer(trainer: Any, config: LossConfig) -> None:
     """Raises:
     UnsupportedError: log-probabilities are not all that this trainer takes, or not from this model.
     """
     name, args = type(trainer).__name__, trainer.args
-    if not any(cls.__name__ in SERVED for cls in type(trainer).__mro__):
-        raise UnsupportedError(
-            f"loss_strategy {config.loss_strategy!r} was asked for with {name}, which takes more from the model than "
-            f"log-probabilities of single tokens. Trainers that can be served: {', '.join(SERVED)}. Leave loss_plugins "
-            "out of this run."
-        )
     for switch in OTHER_FUSED:
         if getattr(args, switch, False):
             raise UnsupportedError(
