@@ -16,6 +16,8 @@ from .errors import ConfigError, unknown_name
 STATISTICS = ("accuracy", "entropy", "dropped")
 LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 """Switches of liger-kernel that replace the loss, which is ours here."""
+WITHOUT_FILTER = ("naive", "chunked", "flce")
+"""Strategies that never leave anything out."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ class LossConfig:
         },
     )
     loss_class_weight: list[float] | None = field(
-        default=None, metadata={"help": "One weight a vocabulary entry, as in torch.nn.functional.cross_entropy."}
+        default=None,
+        metadata={
+            "help": "One weight a vocabulary entry, 0 or more, as in torch.nn.functional.cross_entropy; not all 0."
+        },
     )
     loss_token_weight_key: str = field(
         default="token_weight",
@@ -70,7 +75,7 @@ class LossConfig:
         default=None,
         metadata={
             "help": "Extra numbers to log from the same pass, without logits: accuracy, entropy, and dropped, the "
-            "share of probability that cce's filter left out."
+            "share of probability that cce's filter left out, which other strategies do not have."
         },
     )
     liger_ops: dict[str, bool] | bool | None = field(
@@ -97,7 +102,13 @@ class LossConfig:
         self._number("loss_label_smoothing", 0.0, 1.0)
         self._number("loss_z_loss", 0.0, math.inf)
         self._check_objective()
-        self._list("loss_class_weight", "numbers, one a vocabulary entry", _is_finite)
+        self._list("loss_class_weight", "numbers of 0 or more, one a vocabulary entry", _is_weight)
+        weights = self.loss_class_weight
+        if weights and not any(weights):
+            raise ConfigError(
+                f"loss_class_weight must not be 0 for all {len(weights)} classes: no token would count, and their mean "
+                "would be 0 / 0. Give the classes that count a weight above 0, or leave it out."
+            )
         self._list("loss_statistics", f"names: {', '.join(STATISTICS)}", lambda value: isinstance(value, str))
         key = self.loss_token_weight_key
         if not isinstance(key, str) or key in ("", "labels", "input_ids"):
@@ -108,6 +119,11 @@ class LossConfig:
         for name in self.loss_statistics or ():
             if name not in STATISTICS:
                 raise ConfigError(unknown_name("entry of loss_statistics", str(name), STATISTICS))
+        if "dropped" in (self.loss_statistics or ()) and self.loss_strategy in WITHOUT_FILTER:
+            raise ConfigError(
+                f"loss_statistics asks for dropped, what cce's filter left out, and loss_strategy "
+                f"{self.loss_strategy!r} has no filter. Leave dropped out, or set loss_strategy: cce."
+            )
         self._check_liger_ops()
 
     def _check_objective(self) -> None:
@@ -209,5 +225,5 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_finite(value: Any) -> bool:
-    return is_number(value) and math.isfinite(value)
+def _is_weight(value: Any) -> bool:
+    return is_number(value) and 0 <= value < math.inf

@@ -43,6 +43,13 @@ class VerificationError(LossPluginError, RuntimeError):
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """One sentence for a name that is not known: what was asked, the nearest known name, all known names."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, names, cutoff=0.5)
+    hint = f" Did you mean {near!r}?" if near else ""
     return f"Unknown {kind} {name!r}.{hint} Known: {', '.join(names)}."
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that is most like ``name`` in any case of letters; None if none is."""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[near[0]] if near else None

@@ -6,7 +6,6 @@ sentence, before anything is built.
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, Literal, Union
 import yaml
 
 from ..config import LossConfig
-from ..errors import ConfigError, LossPluginError
+from ..errors import ConfigError, LossPluginError, nearest
 
 NONE = type(None)
 DEFAULTS = {"logging_steps": 0.05}
@@ -49,18 +48,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         beside = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f" Did you mean {str(path.parent / near[0])!r}?" if near else " Check the path."
+        near = nearest(path.name, beside)
+        hint = f" Did you mean {str(path.parent / near)!r}?" if near else " Check the path."
         raise ConfigError(f"The job file {str(path)!r} {'is a folder' if path.is_dir() else 'does not exist'}.{hint}")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_NoDuplicates)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason}. Convert it to UTF-8.") from error
+    except OSError as error:
+        raise ConfigError(f"{path} could not be read: {error.strerror}. Check its permissions.") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{path}{where} is not valid YAML: {what}. Write one key: value a line.") from error
+    except ValueError as error:  # a date that is none
+        raise ConfigError(f"{path} is not valid YAML: {error}. Put quotes around that value.") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         found = "nothing" if values is None else type(values).__name__
         raise ConfigError(f"{path} must hold key: value lines, and it holds {found}. {ALL_KEYS}")
@@ -163,8 +166,9 @@ def _check_known(key: str, value: Any, known: Mapping[str, Any], what: str) -> N
         else:
             how = f"loss_options: {{{key}: {value}}}"
         raise ConfigError(f"Unknown {what}. It is an option of loss_strategy {', '.join(owners)}: write {how}")
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    raise ConfigError(f"Unknown {what}. {f'Did you mean {near[0]!r}?' if near else ALL_KEYS}")
+    ours = f"loss_{key.lower()}"
+    near = ours if ours in known else nearest(key, known)
+    raise ConfigError(f"Unknown {what}. {f'Did you mean {near!r}?' if near else ALL_KEYS}")
 
 
 def _nested(held: Any, head: str, inner: str, given: Sequence[str]) -> dict[str, Any]:
@@ -232,8 +236,8 @@ def _fitted(value: Any, hint: Any) -> Any:
     if value is False and "no" in choices:  # YAML reads a bare no as false
         return "no"
     if choices and isinstance(value, str) and str not in _strict(members) and value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1)
-        hinted = f" Did you mean {near[0]!r}?" if near else ""
+        near = nearest(value, choices)
+        hinted = f" Did you mean {near!r}?" if near else ""
         raise ValueError(_literal("{what} must be one of ", f"{', '.join(choices)}, got {value!r}.{hinted}"))
     for reading in (value, [value]) if isinstance(value, str) else (value,):  # one word is a list of one
         for member in members:

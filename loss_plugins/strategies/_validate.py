@@ -104,6 +104,11 @@ def check_arguments(
     number("label_smoothing", label_smoothing, 0.0, 1.0)
     number("z_loss", z_loss, 0.0, math.inf)
     number("logit_scale", 1.0 if logit_scale is None else logit_scale, -math.inf, math.inf)
+    if logit_scale == 0:
+        raise ConfigError(
+            f"logit_scale must not be {logit_scale!r}: all logits would be 0, the loss the same for any labels, and "
+            "every gradient 0. Leave it out for 1."
+        )
     if softcap is not None:
         number("softcap", softcap, 0.0, math.inf)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):

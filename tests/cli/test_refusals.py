@@ -14,6 +14,14 @@ KEYS: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_step": 3}, ["Unknown key 'max_step'", "Did you mean 'max_steps'?"]),
     ({"loss_stratgy": "cce"}, ["Unknown key 'loss_stratgy'", "Did you mean 'loss_strategy'?"]),
     ({"evaluation_strategy": "no"}, ["Unknown key 'evaluation_strategy'", "Did you mean 'eval_strategy'?"]),
+    ({"strategy": "cce"}, ["Unknown key 'strategy'", "Did you mean 'loss_strategy'?"]),
+    ({"options": {"filter": "off"}}, ["Unknown key 'options'", "Did you mean 'loss_options'?"]),
+    ({"statistics": ["accuracy"]}, ["Unknown key 'statistics'", "Did you mean 'loss_statistics'?"]),
+    ({"MAX_STEPS": 3}, ["Unknown key 'MAX_STEPS'", "Did you mean 'max_steps'?"]),
+    ({"lr_scheduler_type": "Cosine"}, ["one of linear, cosine", "Did you mean 'cosine'?"]),
+    ({"loss_strategy": "CCE"}, ["'CCE'", "Did you mean 'cce'?"]),
+    ({"train_file": "Text.JSONL"}, ["does not exist", "Did you mean 'text.jsonl'?"]),
+    ({"loss_statistics": ["dropped"]}, ["loss_strategy 'naive' has no filter", "Leave dropped out"]),
     ({"zzz": 1}, ["Unknown key 'zzz'", "loss-plugins train --keys"]),
     ({"workspace_mb": 64}, ["Unknown key 'workspace_mb'", "chunked", "write loss_options: {workspace_mb: 64}"]),
     ({"max_steps": "many"}, ["max_steps in", "a whole number", "'many'"]),
@@ -156,6 +164,8 @@ def test_what_is_cached_is_loaded_without_a_network(monkeypatch: pytest.MonkeyPa
 
 WORDS: list[tuple[list[str], list[str]]] = [
     (["--max_stepz", "3"], ["Unknown option '--max_stepz'", "Did you mean 'max_steps'?"]),
+    (["--strategy", "cce"], ["Unknown option '--strategy'", "Did you mean 'loss_strategy'?"]),
+    (["--options", "{}"], ["Unknown option '--options'", "Did you mean 'loss_options'?"]),
     (["--workspace_mb", "64"], ["Unknown option '--workspace_mb'", "write --loss_options.workspace_mb 64"]),
     (["--strategies", "naive", "cce", "--loss_strategy", "cce"], ["Both strategies", "Remove one"]),
     (["--max_steps", "few"], ["--max_steps must be a whole number", "'few'"]),
@@ -185,6 +195,8 @@ FILES = [
     ("", "holds nothing", "key: value"),
     ("- 1\n", "holds list", "key: value"),
     ("5: 1\n", "must hold", "key: value"),
+    ("max_steps: 2026-13-45\n", "month must be in", "not valid YAML"),
+    ("max_steps: \0\n", "#x0000", "not valid YAML"),
 ]
 
 
@@ -206,6 +218,16 @@ def test_a_job_file_that_is_not_there(job: Job, invoke: Any) -> None:
     assert f"does not exist. Did you mean '{job.yaml}'?" in near.stderr
     assert invoke("train", str(job.folder)).exit_code == 2
     assert "comes first" in invoke("train", "--max_steps", "3", str(job.yaml)).stderr
+
+
+def test_a_job_file_that_may_not_be_read(job: Job, invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.yaml.write_text("{}")
+
+    def refuse(*args: Any, **kwargs: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert "could not be read: Permission denied. Check its permissions." in invoke("train", str(job.yaml)).stderr
 
 
 ROWS: list[tuple[Any, list[str]]] = [

@@ -76,6 +76,24 @@ def test_a_strategy_on_the_command_line_stands_over_the_files_list(job: Job) -> 
     ]
 
 
+def test_what_a_filter_left_out_is_asked_of_those_that_have_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    from loss_plugins.integrations.hf import job as module
+
+    asked = {}
+
+    class Recorder(module.JobTrainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            done = super().train(*args, **kwargs)
+            asked[self.args.loss_strategy] = {key for entry in self.state.log_history for key in entry}
+            return done
+
+    monkeypatch.setattr(module, "JobTrainer", Recorder)
+    job.keys.pop("loss_strategy")
+    job.done(strategies=["naive", "cce"], loss_statistics=["dropped", "accuracy"])
+    assert {name: "loss_plugins/dropped" in keys for name, keys in asked.items()} == {"naive": False, "cce": True}
+    assert all("loss_plugins/token_accuracy" in keys for keys in asked.values())
+
+
 def test_a_dotted_option_replaces_one_entry(job: Job) -> None:
     summary = job.done("--model_config.hidden_size", "16", "--model_config.num_hidden_layers", "1")
     problem = summary["problem"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loss_plugins import LossConfig, linear_cross_entropy, linear_cross_entropy_stats
+from loss_plugins.config import WITHOUT_FILTER
 from loss_plugins.errors import ConfigError, LossPluginError, UnsupportedError
 from loss_plugins.strategies import STRATEGIES, projected_cross_entropy_stats
 
@@ -39,7 +40,7 @@ CASES = {
     "strategy path without attribute": ({"strategy": "loss_plugins.config:NOPE"}, r"could not be loaded.*package\.module:attribute"),
     "option of another strategy": ({"strategy": "flce", "options": {"filter": "off"}}, r"Unknown option of strategy 'flce': 'filter'.*workspace_mb"),
     "option misspelt": ({"strategy": "cce", "options": {"filtre": "off"}}, r"Did you mean 'filter'"),
-    "option of no strategy, auto": ({"options": {"chunk": 1}}, r"'auto' found nothing that can run.*no option 'chunk'"),
+    "option of no strategy, auto": ({"options": {"chunk": 1}}, r"'auto' chooses among has all of loss_options \{'chunk': 1\}"),
     "workspace of nothing": ({"strategy": "flce", "options": {"workspace_mb": 0}}, r"workspace_mb must be a number of mebibytes above 0, got 0"),
     "preset misspelt": ({"strategy": "cce", "options": {"preset": "cce_exat"}}, r"Unknown cce preset 'cce_exat'. Did you mean 'cce_exact'"),
     "filter above one": ({"strategy": "cce", "options": {"filter": 2.0}}, r"filter must be 'auto', 'off' or a probability.*got 2\.0"),
@@ -52,6 +53,9 @@ CASES = {
     "smoothing nan": ({"label_smoothing": float("nan")}, r"label_smoothing must be a finite number"),
     "z-loss negative": ({"z_loss": -1e-4}, r"z_loss must be a finite number in \[0, inf\], got -0\.0001"),
     "softcap negative": ({"softcap": -30.0}, r"softcap must be a finite number in \[0, inf\], got -30"),
+    "scale of 0": ({"logit_scale": 0.0}, r"logit_scale must not be 0\.0: all logits would be 0.*Leave it out for 1"),
+    "strategy in capitals": ({"strategy": "CCE"}, r"Unknown loss strategy 'CCE'\. Did you mean 'cce'\?"),
+    "preset in capitals": ({"strategy": "cce", "options": {"preset": "CCE_Exact"}}, r"Did you mean 'cce_exact'"),
     "scale infinite": ({"logit_scale": float("inf")}, r"logit_scale must be a finite number, got inf"),
     "bias of another size": ({"bias": torch.zeros(16)}, r"bias must be a floating tensor of shape \[17\].*got float32 of shape \(16,\)"),
     "class weight of another size": ({"class_weight": torch.ones(8)}, r"class_weight must be a floating tensor of shape \[17\]"),
@@ -157,6 +161,13 @@ CONFIGS = {
     "class weights as text": ({"loss_class_weight": "1,2"}, "loss_class_weight must be a list of numbers.*got '1,2'"),
     "class weights of text": ({"loss_class_weight": [1.0, "a"]}, "loss_class_weight.*entry 1 is 'a'"),
     "class weights with a nan": ({"loss_class_weight": [float("nan")]}, "loss_class_weight.*entry 0 is nan"),
+    "class weights below 0": ({"loss_class_weight": [1.0, -0.5]}, "numbers of 0 or more.*entry 1 is -0.5"),
+    "class weights of 0": ({"loss_class_weight": [0.0, 0]}, "loss_class_weight must not be 0 for all 2 classes"),
+    "dropped without a filter": (
+        {"loss_strategy": "flce", "loss_statistics": ["dropped"]},
+        "'flce' has no filter. Leave dropped out, or set",
+    ),
+    "a key in capitals": ({"LOSS_STRATEGY": "cce"}, "Did you mean 'loss_strategy'"),
     "token weights from the labels": ({"loss_token_weight_key": "labels"}, "name of a column.*got 'labels'"),
 }
 
@@ -165,6 +176,24 @@ CONFIGS = {
 def test_a_config_is_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         LossConfig.of(values)
+
+
+def test_class_weights_of_some_classes_may_be_0():
+    assert LossConfig(loss_class_weight=[0.0, 1]).loss_class_weight == [0.0, 1]
+
+
+def test_torch_has_no_mean_where_every_class_weighs_nothing():
+    """Why such weights are refused, and those below 0 too, whose sum may be 0 as well."""
+    for weights in ([0.0, 0.0], [1.0, -1.0]):
+        loss = torch.nn.functional.cross_entropy(torch.randn(2, 2), torch.tensor([0, 1]), torch.tensor(weights))
+        assert not loss.isfinite()
+
+
+def test_strategies_without_a_filter_are_those_that_say_so():
+    options = {name: STRATEGIES.get(name).Options.__dataclass_fields__ for name in STRATEGIES.builtin()}
+    assert {name for name, known in options.items() if "filter" not in known} == set(WITHOUT_FILTER)
+    for name in ("auto", "cce", "other.package:STRATEGY"):
+        assert LossConfig(name, loss_statistics=["dropped"]).loss_statistics == ["dropped"]
 
 
 def test_a_config_of_another_type():

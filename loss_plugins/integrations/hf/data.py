@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError, MissingDependencyError, unknown_name
+from ...errors import ConfigError, MissingDependencyError, nearest, unknown_name
 from .corpus import CORPORA
 
 logger = logging.getLogger(__name__)
@@ -98,11 +98,9 @@ def check_file(key: str, name: str) -> None:
     """
     path = Path(name).expanduser()
     if not path.is_file():
-        from difflib import get_close_matches
-
         beside = [p.name for p in path.parent.iterdir() if p.suffix in FORMATS] if path.parent.is_dir() else []
-        near = get_close_matches(path.name, beside, n=1)
-        hint = f" Did you mean {str(path.parent / near[0])!r}?" if near else " Check the path."
+        near = nearest(path.name, beside)
+        hint = f" Did you mean {str(path.parent / near)!r}?" if near else " Check the path."
         raise ConfigError(f"{key} {name!r} {'is a folder, not a file' if path.is_dir() else 'does not exist'}.{hint}")
     if path.suffix not in FORMATS:
         raise ConfigError(

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ProgressCallback
 
+from ...config import WITHOUT_FILTER
 from ...device import DeviceProfile
 from ...diagnostics.environment import versions
 from ...diagnostics.memory import has_counters
@@ -98,6 +99,9 @@ def run(args: LossPluginArguments, model: ModelArguments, data: DataArguments, j
         if job.strategies:
             folder = Path(str(args.output_dir)) / re.sub(r"[^\w.-]", "_", name)
             changes: dict[str, Any] = {"loss_strategy": name, "output_dir": str(folder), "loss_options": options[name]}
+            statistics = args.loss_config().loss_statistics
+            if name in WITHOUT_FILTER and statistics:
+                changes["loss_statistics"] = [each for each in statistics if each != "dropped"] or None
             own = replace(args, **changes)
         label = name if job.strategies else None
         try:
