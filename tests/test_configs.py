@@ -88,5 +88,5 @@ def test_a_framework_s_file_asks_for_nothing_in_vain(file: Path) -> None:
     """The frameworks' own commands train by these in tests/frameworks, where they are installed."""
     said = CliRunner().invoke(app, ["doctor", str(file)])
     assert said.exit_code == 0, said.output
-    assert "All is well." in said.output
+    assert said.output.splitlines()[-1].startswith(("All is well.", "The file is well, but"))
     assert f"configs/frameworks/{file.name}" in file.read_text().splitlines()[0]

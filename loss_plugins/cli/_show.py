@@ -37,6 +37,11 @@ def show_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def ended(text: str) -> str:
+    """A sentence with its full stop, unless it ends otherwise."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
 def shortened(text: str, limit: int) -> str:
     """One line of at most ``limit`` characters."""
     text = " ".join(text.split())

@@ -16,6 +16,7 @@ from ._settings import read_yaml
 
 if TYPE_CHECKING:
     from ..device import DeviceProfile
+    from ..integrations.hf.loading import ModelArguments
 
 OURS, AXOLOTL, LLAMAFACTORY, SWIFT, VERL = "ours", "axolotl", "llamafactory", "swift", "verl"
 PLUGIN = "loss_plugins.integrations.axolotl.LossPlugin"
@@ -49,6 +50,13 @@ START = {
 }
 
 
+NAMES = {
+    AXOLOTL: "of axolotl", LLAMAFACTORY: "of LLaMA-Factory", SWIFT: "of ms-swift", VERL: "of verl",
+    OURS: "of loss-plugins",
+}  # fmt: skip
+"""Whose a file is, in words."""
+
+
 class _Asked(NamedTuple):
     """What a file asks for: its loss, and what decides whether that can run."""
 
@@ -74,15 +82,18 @@ def examine(path: Path, framework: str | None, profile: DeviceProfile | None) ->
     except LossPluginError as error:
         findings = [Finding("error", str(error).rstrip("."))]
     package = {AXOLOTL: "axolotl", LLAMAFACTORY: "llamafactory", SWIFT: "ms-swift", VERL: "verl"}.get(whose)
-    if package and not installed(package):
-        findings.append(Finding("note", f"{package} is not installed in this Python environment"))
+    absent = package if package and not installed(package) else None
+    if absent:
+        what = f"{absent} is not installed in this Python environment, and starting this file needs it"
+        findings.append(Finding("note", what, (f"pip install {absent}",)))
     if config is not None and profile is not None:
         findings += _here(config, values, profile)
     asks = "asks nothing of loss_plugins that can be seen" if config is None else f"asks for {config}"
     if config is None and any(finding.level == "error" for finding in findings):
         asks = "what it asks for is wrong"
     start = START[whose].format(path=path)
-    return {"path": str(path), "framework": whose, "asks": asks, "start": start}, findings
+    found = {"path": str(path), "framework": whose, "asks": asks, "start": start, "not_installed": absent}
+    return found, findings
 
 
 def _named(framework: str) -> str:
@@ -239,14 +250,15 @@ def _name(function: ast.expr) -> str:
 
 def _ours(values: Mapping[str, Any], path: Path) -> _Asked:
     from ..integrations.hf.job import SETTINGS
+    from ..integrations.hf.loading import ModelArguments
     from ._settings import read_job
 
     if set(values) <= set(LossConfig.names()):
         from ..integrations.hf.keys import checked_config, own_keys
 
-        return _Asked(checked_config(own_keys(values)), [])
-    args, *_ = read_job(path, [], SETTINGS)
-    findings = []
+        return _Asked(checked_config(own_keys(values)), _refused(ModelArguments))
+    args, model, *_ = read_job(path, [], SETTINGS)
+    findings = _refused(lambda: _check_model(model))
     if args.use_liger_kernel:
         off = args.liger_kernel_config or {}
         if off.get("fused_linear_cross_entropy", True):
@@ -254,6 +266,29 @@ def _ours(values: Mapping[str, Any], path: Path) -> _Asked:
             line = "liger_kernel_config: {fused_linear_cross_entropy: false, cross_entropy: false}"
             findings.append(Finding("warning", what, (line, "liger_ops: true   # instead of use_liger_kernel")))
     return _Asked(args.loss_config(), findings)
+
+
+def _check_model(model: ModelArguments) -> None:
+    """What `train` refuses of a model before it asks the Hub.
+
+    Raises:
+        ConfigError: see `check_place`; or ``model_config`` is no model's.
+    """
+    from ..integrations.hf.loading import check_place, load_config
+
+    for key in ("model_name_or_path", "tokenizer_name_or_path"):
+        if (name := getattr(model, key)) is not None:
+            check_place(key, name)
+    if model.model_config is not None:
+        load_config(model)
+
+
+def _refused(check: Callable[[], Any]) -> list[Finding]:
+    try:
+        check()
+    except LossPluginError as error:
+        return [Finding("error", str(error).rstrip("."))]
+    return []
 
 
 # What of it can run here

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ._show import explains_errors, show_json, show_table
+from ._show import ended, explains_errors, show_json, show_table
 
 if TYPE_CHECKING:
     from ..diagnostics.machine import Finding, Machine
@@ -30,7 +30,9 @@ def doctor(
 ) -> None:
     """What will run on this machine, what is missing, and what to type; and whether a training file fits it.
 
-    Exit code 1 if something that is asked for cannot run. For the facts alone, without a verdict: loss-plugins env.
+    Exit codes: 0 if nothing stands in the way, 1 if something that is asked for cannot run, 2 if the file cannot be
+    read or whose it is cannot be seen; with --json 1 for that too, and the error is in the JSON. For the facts alone,
+    without a verdict: loss-plugins env.
     """
     from ..diagnostics.environment import versions
     from ..diagnostics.machine import by_gravity, look
@@ -39,7 +41,7 @@ def doctor(
     examined: dict[str, Any] | None = None
     findings = list(machine.findings)
     if file is not None:
-        examined, more = _examined(file, framework, machine)
+        examined, more = _examined(file, framework, machine, as_json)
         findings += more
     ordered = by_gravity(findings)
     runs = _runs(machine)
@@ -56,8 +58,16 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examined(file: Path, framework: str | None, machine: Machine) -> tuple[dict[str, Any] | None, list[Finding]]:
+def _examined(
+    file: Path, framework: str | None, machine: Machine, as_json: bool
+) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """What a file is, and what is wrong with it; for JSON also that it cannot be read.
+
+    Raises:
+        ConfigError: it cannot be read, or whose it is cannot be seen.
+    """
     from ..diagnostics.machine import Finding
+    from ..errors import ConfigError
 
     if machine.profile is None:
         return None, [Finding("error", f"{file} was not examined, since torch cannot be imported")]
@@ -67,6 +77,10 @@ def _examined(file: Path, framework: str | None, machine: Machine) -> tuple[dict
         return examine(file, framework, machine.profile)
     except ModuleNotFoundError as error:
         return None, [Finding("error", f"{file} was not examined: {error}", (f"pip install {error.name}",))]
+    except ConfigError as error:
+        if not as_json:
+            raise
+        return None, [Finding("error", str(error).rstrip("."))]
 
 
 def _runs(machine: Machine) -> dict[str, Any]:
@@ -110,17 +124,21 @@ def _show(
         show_table(title, PEAK_COLUMNS, peak_rows(runs["strategies"]), right=PEAK_COLUMNS[1:3])
         typer.echo(f"auto: {runs['auto']}")
     if examined is not None:
-        typer.echo(f"\n{examined['path']}: {examined['framework']}'s; {examined['asks']}")
+        from ._training_file import NAMES
+
+        typer.echo(f"\n{examined['path']}: a file {NAMES[examined['framework']]}; {examined['asks']}")
         if examined.get("start"):
             typer.echo(f"Start it with: {examined['start']}")
     for finding in findings:
-        typer.echo(f"\n{finding.level.capitalize()}: {finding.what}.")
+        typer.echo(f"\n{finding.level.capitalize()}: {ended(finding.what)}")
         for line in finding.do:
             typer.echo(f"  {line}")
     if machine.missing:
         show_table("Not installed, and not needed without the feature", ("package", "for", "type"), machine.missing)
     if all(finding.level == "note" for finding in findings):
-        typer.echo("All is well.")
+        absent = None if examined is None else examined["not_installed"]
+        last = f"The file is well, but {absent} is not installed here: pip install {absent}"
+        typer.echo(last if absent else "All is well.")
 
 
 def _words(machine: Machine) -> str:

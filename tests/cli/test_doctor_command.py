@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from loss_plugins import npu
-from loss_plugins.cli._training_file import PLUGIN
+from loss_plugins.cli._training_file import NAMES, PLUGIN
 from loss_plugins.device import DeviceProfile
 from loss_plugins.diagnostics import machine
-from loss_plugins.npu import FUSED, Npu
+from loss_plugins.npu import FUSED, Npu, installed
 
 ROOT = Path(__file__).parents[2]
 CPU = DeviceProfile("cpu", "cpu")
@@ -65,11 +65,12 @@ def doctor(
         result = invoke("doctor", *arguments, "--json")
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
-        if result.exit_code == 2:
-            return {"code": 2, "said": result.stderr}
         found = json.loads(result.stdout)
         assert result.exit_code == (0 if found["ok"] else 1)
         table = invoke("doctor", *arguments)
+        if found["file"] is None and values is not None:  # what is no file is said on stderr
+            assert table.exit_code == 2
+            return {"code": result.exit_code, **found}
         assert table.exit_code == result.exit_code
         for finding in found["findings"]:
             assert finding["what"] in table.stdout
@@ -277,15 +278,24 @@ WELL = {
     "verl without us": ("verl", {"actor_rollout_ref": {"model": {"path": "m"}}, "data": {}}),
     "swift without us": ("swift", SWIFT | {"loss_type": "focal"}),
     "ours": ("ours", OURS | CCE),
-    "the loss alone": ("ours", CCE | {"loss_label_smoothing": 0.1}),
 }
 
 
 @pytest.mark.parametrize(("framework", "values"), WELL.values(), ids=WELL)
-def test_files_that_are_well(doctor: Callable[..., dict[str, Any]], framework: str, values: dict[str, Any]) -> None:
+def test_files_that_are_well(
+    doctor: Callable[..., dict[str, Any]], invoke: Callable[..., Any], tmp_path: Path, framework: str,
+    values: dict[str, Any],
+) -> None:  # fmt: skip
     found = doctor(values)
     assert found["file"]["framework"] == framework
     assert (found["code"], said(found, "error"), said(found, "warning")) == (0, "", "")
+    table = invoke("doctor", str(tmp_path / "file.yaml")).stdout
+    package = {"swift": "ms-swift"}.get(framework, framework)
+    if framework == "ours" or installed(package):
+        assert found["file"]["not_installed"] is None and table.endswith("All is well.\n")
+    else:
+        assert found["file"]["not_installed"] == package and "All is well" not in table
+        assert table.endswith(f"The file is well, but {package} is not installed here: pip install {package}\n")
     if "cce" in values.values() or values in (verl(), SWIFT | REGISTERED):
         assert "asks for 'cce'" in found["file"]["asks"]
         assert "this runs: cce (torch kernels): asked for" in said(found, "note")
@@ -319,15 +329,34 @@ WRONG = {
         OURS | CCE | {"bf16": True, "use_cpu": True, "loss_options": {"kernels": "native"}}, "they are torch_npu's, and this is a cpu device",
     ),
     "ours: Liger's kernels": (OURS | CCE | {"liger_ops": True}, "where Liger's kernels cannot run"),
+    "ours: no model": ({"train_file": "d.jsonl", "output_dir": "out"} | CCE, "neither model_name_or_path nor model_config"),
+    "ours: no such folder": (OURS | CCE | {"model_name_or_path": "./absent"}, "model_name_or_path './absent' does not exist"),
+    "ours: no such GGUF": (OURS | CCE | {"model_name_or_path": "absent.gguf"}, "model_name_or_path 'absent.gguf' does not exist"),
+    "ours: a file that is no model": (OURS | CCE | {"model_name_or_path": "d.jsonl"}, "is a file that is no .gguf"),
+    "ours: no such tokenizer": (OURS | CCE | {"tokenizer_name_or_path": "./absent"}, "tokenizer_name_or_path './absent' does not"),
+    "ours: a new model of no type": (
+        {"model_config": {"model_type": "lama"}, "train_file": "d.jsonl", "output_dir": "out"} | CCE, "Did you mean 'llama'",
+    ),
+    "the loss alone": (CCE | {"loss_label_smoothing": 0.1}, "neither model_name_or_path nor model_config"),
     "the loss alone, an option": (CCE | {"loss_options": {"backend": "native"}}, "which is called kernels here"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("values", "words"), WRONG.values(), ids=WRONG)
-def test_files_that_ask_in_vain(doctor: Callable[..., dict[str, Any]], values: dict[str, Any], words: str) -> None:
+def test_files_that_ask_in_vain(
+    doctor: Callable[..., dict[str, Any]],
+    invoke: Callable[..., Any],
+    tmp_path: Path,
+    values: dict[str, Any],
+    words: str,
+) -> None:
     found = doctor(values)
     assert found["code"] == 1, found
     assert words in said(found, "error")
+    table = invoke("doctor", str(tmp_path / "file.yaml")).stdout
+    assert "All is well" not in table and "file is well" not in table
+    assert "?." not in table and "s's" not in table and "swift's;" not in table
+    assert f": a file {NAMES[found['file']['framework']]}; " in table
 
 
 def test_axolotl_drops_our_keys_without_our_plugin(doctor: Callable[..., dict[str, Any]]) -> None:
@@ -356,15 +385,44 @@ def test_what_runs_on_an_npu_is_said_for_the_files_type(
 
 def test_whose_a_file_is_may_have_to_be_said(doctor: Callable[..., dict[str, Any]]) -> None:
     some = {"learning_rate": 1e-4, "dataset": "d"}
-    assert "Whose training file" in doctor(some)["said"]
+    unclear = doctor(some)
+    assert (unclear["code"], unclear["file"]) == (1, None)
+    assert "Whose training file" in said(unclear, "error")
     assert doctor(some | CCE, framework="llamafactory")["file"]["framework"] == "llamafactory"
-    assert "Did you mean 'axolotl'" in doctor(some, framework="axolotl2")["said"]
+    assert "Did you mean 'axolotl'" in said(doctor(some, framework="Axolotl2"), "error")
 
 
-def test_files_that_are_none(invoke: Callable[..., Any], tmp_path: Path) -> None:
-    result = invoke("doctor", str(tmp_path / "nothing.yaml"))
-    assert result.exit_code == 2
-    assert "does not exist" in result.stderr
+NONE: dict[str, tuple[bytes | None, str]] = {
+    "missing": (None, "does not exist"),
+    "broken": (b"max_steps: [1", "is not valid YAML"),
+    "binary": (b"\x00\x01GGUF", "is not valid YAML"),
+    "not text": (b"\xff\xfe\xfd", "is not UTF-8 text"),
+    "empty": (b"", "holds nothing"),
+    "a list": (b"- 1\n", "holds list"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), NONE.values(), ids=NONE)
+def test_files_that_are_none(
+    invoke: Callable[..., Any], on: Callable[..., None], tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    """A sentence on stderr and 2; in JSON a finding like others, and 1."""
+    on(CPU)
+    path = tmp_path / "nothing.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    result = invoke("doctor", str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr
+    result = invoke("doctor", str(path), "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["ok"], found["file"]) == (1, False, None)
+    assert words in said(found, "error")
+
+
+def test_the_help_says_the_exit_codes(invoke: Callable[..., Any]) -> None:
+    text = " ".join(invoke("doctor", "--help").stdout.split())
+    assert "Exit codes: 0 if" in text and "with --json 1" in text
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "frameworks").glob("*.yaml")), ids=lambda path: path.name)

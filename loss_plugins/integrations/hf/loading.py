@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import logging
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, MissingDependencyError, unknown_name
+from ...errors import ConfigError, MissingDependencyError, nearest, unknown_name
 from .corpus import fingerprint, train_tokenizer
 from .launch import tensor_parallel_size
 
@@ -132,7 +131,29 @@ def _pretrained(load: Any, key: str, name: str, **options: Any) -> Any:
     """``load`` with what stands behind ``name``.
 
     Raises:
-        ConfigError: a path that does not exist, a file that is no GGUF, or what the loader refused.
+        ConfigError: see `check_place`; or what the loader refused.
+        MissingDependencyError: a GGUF file without the gguf package.
+    """
+    check_place(key, name)
+    path = Path(name).expanduser()
+    if path.is_file():
+        source, options = str(path.parent), {**options, "gguf_file": path.name}
+    elif path.is_dir():
+        source = str(path)
+    else:
+        source, options = name, {**options, **_asked_of_hub(key, name)}
+    try:
+        return load(source, **options)
+    except Exception as error:  # the loaders raise OSError, ValueError, KeyError and the hub's own kinds
+        what = "could not be loaded" if path.exists() else "could not be loaded from the Hugging Face Hub"
+        raise ConfigError(f"{key} {name!r} {what}: {one_line(error)}. {_advice(path, error)}") from error
+
+
+def check_place(key: str, name: str) -> None:
+    """What can be refused of a model's or a tokenizer's place without asking the Hub.
+
+    Raises:
+        ConfigError: a path that does not exist, or a file that is no GGUF.
         MissingDependencyError: a GGUF file without the gguf package.
     """
     if not name.strip():
@@ -148,18 +169,8 @@ def _pretrained(load: Any, key: str, name: str, **options: Any) -> Any:
                 f"{key} {name!r} is a GGUF file, and the package gguf is not installed. Run: pip install "
                 "'loss-plugins[gguf]'"
             ) from error
-        source, options = str(path.parent), {**options, "gguf_file": path.name}
-    elif path.is_dir():
-        source = str(path)
-    elif _is_path(name):
+    elif not path.is_dir() and _is_path(name):
         raise ConfigError(f"{key} {name!r} does not exist.{_near(path) or ' Check the path.'}")
-    else:
-        source, options = name, {**options, **_asked_of_hub(key, name)}
-    try:
-        return load(source, **options)
-    except Exception as error:  # the loaders raise OSError, ValueError, KeyError and the hub's own kinds
-        what = "could not be loaded" if path.exists() else "could not be loaded from the Hugging Face Hub"
-        raise ConfigError(f"{key} {name!r} {what}: {one_line(error)}. {_advice(path, error)}") from error
 
 
 def _advice(path: Path, error: Exception) -> str:
@@ -198,8 +209,8 @@ def _near(path: Path) -> str:
     if not path.parent.is_dir():
         return ""
     beside = [p.name for p in path.parent.iterdir() if p.suffix == ".gguf" or p.is_dir()]
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    return f" Did you mean {str(path.parent / near[0])!r}?" if near else ""
+    near = nearest(path.name, beside)
+    return f" Did you mean {str(path.parent / near)!r}?" if near else ""
 
 
 def _asked_of_hub(key: str, name: str) -> dict[str, Any]:
