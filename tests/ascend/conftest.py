@@ -10,13 +10,13 @@ import os
 
 import pytest
 
-# tests/conftest.py asks for Triton's interpreter, which would compile nothing
-os.environ["TRITON_INTERPRET"] = "0"
-
 try:
     importlib.metadata.version("triton-ascend")
 except importlib.metadata.PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
+else:
+    # tests/conftest.py asks for Triton's interpreter, which would compile nothing
+    os.environ["TRITON_INTERPRET"] = "0"
 
 
 @pytest.fixture(scope="session", autouse=True)
