@@ -270,7 +270,7 @@ def add_sample(
         "PRECISION": precision(packed, packed.dtype), "num_warps": blocks.warps, "num_stages": blocks.stages,
     }  # fmt: skip
     most = max(SAMPLE_BYTES // (rows * own * packed.element_size() * block), 1) * block  # words of a slice
-    most = min(most, triton.cdiv(whole, block) * block)
+    most = min(most, max(triton.cdiv(whole, block), 1) * block)
     dz = packed.new_empty(rows, own * most)
     taken = torch.zeros(rows, dtype=torch.float32, device=packed.device)
     as_words = weight[: whole * 32].view(whole, 32 * width) if bulk else weight
