@@ -1,11 +1,10 @@
 """Cut cross-entropy, backward, filtered: an unbiased estimate of what the filter leaves out, eq. (12).
 
-What is left out is small, but it is not noise: it is the same for token after token, so an optimizer sees it as a slope
-of its own. Adam makes whole steps of it, and a fine-tuned model ends measurably worse without it (`bench/results`). So
-each block of 128 rows takes every ``apart``-th column (32 blocks apart from each other by one column), and counts what
-is left out there ``apart`` times. Every column is taken by some block, and every block's share of the columns is even.
-Where the shares begin is read from the labels, so that no pair of a place in a batch and a column is favoured, and two
-runs still give the same bits.
+What is left out is small, but it is not noise: it is nearly the same for token after token, so it adds up where a
+batch's own noise does not, and a fine-tuned model ends measurably worse without it (`bench/results`). So each block of
+128 rows takes every ``apart``-th column, the next block the columns beside those, and counts what is left out there
+``apart`` times: among ``apart`` blocks every column is taken once. Where that begins is read from the labels, so that
+no place in a batch goes with a column, and two runs still give the same bits.
 
 Column ``32 c + o`` is bit ``o`` of a word of the marks, and lies in row ``c`` of the head seen as (V / 32, 32 H): the
 tiles here are of one ``o``, which bulk copies read as they are. The last V % 32 columns have no part.
