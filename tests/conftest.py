@@ -25,7 +25,9 @@ POISONED = (HERE / "kernels", HERE / "strategies")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--all``: what is tested on a sample is tested on everything."""
-    parser.addoption("--all", action="store_true", help="Every language model class of transformers, not a sample.")
+    parser.addoption(
+        "--all", action="store_true", help="Every language model class, and every GPU to compile for, not a sample."
+    )
 
 
 def runs_here(item: pytest.Item) -> bool:

@@ -28,8 +28,14 @@ def compile_all(target, folder, *words, **variables):
     )
 
 
+def pytest_generate_tests(metafunc):
+    """With --all also those that take the tiles of one that is here, and have as much shared memory."""
+    if metafunc.function is test_every_kernel_compiles_and_fits:
+        twins = ["sm_89", "gfx90a"] if metafunc.config.getoption("--all") else []
+        metafunc.parametrize("target", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", *twins])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"])
 def test_every_kernel_compiles_and_fits(target, tmp_path):
     result = compile_all(target, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
