@@ -103,10 +103,7 @@ def select(
 
 def _way_out(chosen: Strategy, options: Mapping[str, Any], problem: Problem, profile: DeviceProfile) -> str:
     rest = {name: value for name, value in options.items() if name != "kernels"}
-    if (
-        len(rest) < len(options)
-        and chosen.check(problem, profile, parse_options(chosen.name, chosen.Options, rest)) is None
-    ):
+    if len(rest) < len(options) and chosen.check(problem, profile, _prepared(chosen.name, rest)[1]) is None:
         return "Leave kernels out of loss_options: those that can run here are taken then."
     return "Use loss_strategy 'chunked', which takes any head on any device, or 'auto', and leave loss_options out."
 

@@ -94,6 +94,17 @@ def softmax_gradient(b_z, lse, coef_p, coef_label, labels, o_n, m_n, o_v, FAST: 
     return b_dz
 
 
+@triton.jit
+def before_transform(b_dz, b_z, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Eq. (6): the gradient of what `transform` was given, from that of the logits ``b_z`` it returned."""
+    if HAS_SOFTCAP:
+        b_z = b_z / softcap
+        b_dz *= 1 - b_z * b_z
+    if HAS_SCALE:
+        b_dz *= scale
+    return b_dz
+
+
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 INTERPRETED = not isinstance(logits_tile, triton.JITFunction)
 

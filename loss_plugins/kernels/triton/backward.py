@@ -28,6 +28,7 @@ from .._rows import row_coefficients
 from ._common import (
     INTERPRETED,
     Blocks,
+    before_transform,
     blocks_for,
     cached_rows,
     can_cast,
@@ -124,11 +125,7 @@ def _dz_kernel(
             if HAS_CLASS_WEIGHT:
                 b_spread = b_spread * tl.load(class_weight + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]
             b_dz -= b_spread
-        if HAS_SOFTCAP:
-            b_z = b_z / softcap
-            b_dz *= 1 - b_z * b_z
-        if HAS_SCALE:
-            b_dz *= scale
+        b_dz = before_transform(b_dz, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         if NEED_BIAS:
             tl.store(out_bias + (i_n // BLOCK_N).to(tl.int64) * C + o_c, tl.sum(b_dz, 0), mask=m_v)
         if TMA:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._rows import row_coefficients, row_terms
-from ._common import INTERPRETED, on, processors, transform
+from ._common import INTERPRETED, before_transform, on, processors, transform
 
 BLOCK = 8192  # entries of a row at a time: 16 KiB of half logits in flight a program
 
@@ -165,11 +165,7 @@ def _cross_entropy_backward_kernel(
                     b_dz -= b_spread * tl.load(class_weight + o_v, mask=m_v, other=0.0).to(tl.float32)
                 else:
                     b_dz -= b_spread
-            if HAS_SOFTCAP:
-                b_z = b_z / softcap
-                b_dz *= 1 - b_z * b_z
-            if HAS_SCALE:
-                b_dz *= scale
+            b_dz = before_transform(b_dz, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
             tl.store(p_out + columns_of(o_v, out_col, LONG), b_dz.to(out.dtype.element_ty), mask=m_v)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ._common import (
     INTERPRETED,
+    before_transform,
     blocks_for,
     compute_dtype,
     descriptor,
@@ -97,11 +98,7 @@ def _vectors_kernel(
     b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
     b_dz = softmax_gradient(b_z, lse, coef_p, coef_label, labels, o_n, m_n, o_v, FAST)
     tl.store(sums + i_chunk.to(tl.int64) * 128 + o_r, tl.sum(tl.where(m_v[None, :], b_dz, 0.0), 1))
-    if HAS_SOFTCAP:
-        b_z = b_z / softcap
-        b_dz *= 1 - b_z * b_z
-    if HAS_SCALE:
-        b_dz *= scale
+    b_dz = before_transform(b_dz, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     o_vector = tl.load(vectors + i_b * R + i_round) + o_pair
     tl.store(out + o_vector[None, :] * 128 + o_r[:, None], b_dz.to(out.dtype.element_ty), mask=m_v[None, :])
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ._common import (
     INTERPRETED,
+    before_transform,
     blocks_for,
     compute_dtype,
     descriptor,
@@ -110,11 +111,7 @@ def _sample_dz_kernel(
     b_word = tl.load(words + i_b.to(tl.int64) * words_row + first + o_c, mask=m_v, other=-1)
     b_dz = tl.where(((b_word >> i_o) & 1)[None, :] == 1, 0.0, b_dz * APART)
     tl.store(sums + i_tile.to(tl.int64) * N + o_n, tl.sum(b_dz, 1), mask=m_n)
-    if HAS_SOFTCAP:
-        b_z = b_z / softcap
-        b_dz *= 1 - b_z * b_z
-    if HAS_SCALE:
-        b_dz *= scale
+    b_dz = before_transform(b_dz, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     p_out = out + o_n.to(tl.int64)[:, None] * (OWN * tiles * BLOCK_V) + i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=(o_n < N)[:, None])
 
