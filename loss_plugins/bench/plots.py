@@ -12,6 +12,8 @@ from ..diagnostics.plots import _figure
 from .document import Document, regrets, tables
 
 OURS, PEER = "#1f6fb4", "#9a9a9a"
+_MODES = {"both": "forward and backward", "frozen head": "forward and backward of a frozen head"}
+"""Modes in a title's words, where their own need the table's note."""
 Row = Mapping[str, Any]
 
 
@@ -34,8 +36,9 @@ def draw(document: Document, folder: str) -> Iterator[Path]:
             timed = [row for row in rows if row["ms"]]
             if timed:
                 stem = re.sub(r"[^\w.]+", "-", title)
-                yield draw_bars(timed, f"{title}\n{where}", target / f"{stem}-bars.png")
-                yield draw_trade(timed, f"{title}\n{where}", target / f"{stem}-time-memory.png")
+                heading = f"{_titled(title, timed[0]['mode'])}\n{where}"
+                yield draw_bars(timed, heading, target / f"{stem}-bars.png")
+                yield draw_trade(timed, heading, target / f"{stem}-time-memory.png")
 
 
 def draw_bars(rows: Sequence[Row], title: str, path: Path) -> Path:
@@ -132,6 +135,11 @@ def _decades(axis: Any, values: Sequence[float]) -> None:
     axis.set_xscale("log")
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_xlim(10.0 ** math.floor(math.log10(min(values) / 1.05)), 10.0 ** math.ceil(math.log10(max(values) * 1.05)))
+
+
+def _titled(title: str, mode: str) -> str:
+    """A table's title, whose last word is its mode, for a figure that stands without the table's note."""
+    return title.removesuffix(mode) + _MODES.get(mode, mode)
 
 
 def _name(row: Row) -> str:

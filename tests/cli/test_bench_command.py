@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from loss_plugins.bench import plots
 from loss_plugins.bench.contenders import all_names
 from loss_plugins.bench.document import COLUMNS, regrets, remarks
 from loss_plugins.bench.inputs import SHAPES
@@ -69,6 +70,17 @@ def test_figures(tmp_path):
     drawn = sorted((tmp_path / "figures").iterdir())
     assert [path.name.rpartition("both-")[2] for path in drawn] == ["bars.png", "time-memory.png"]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in drawn)
+
+
+def test_titles_of_figures_say_the_mode_in_full(tmp_path, monkeypatch):
+    output, titles = tmp_path / "rows.json", []
+    monkeypatch.setattr(plots, "draw_bars", lambda rows, title, path: titles.append(title.split("\n")[0]))
+    modes = ("--modes", "both,frozen,forward")
+    result = bench(*CPU, *SMALL, *modes, "--only", "naive", "--output", output, "--plot", tmp_path / "figures")
+    assert result.exit_code == 0, result.output
+    assert [title.rpartition("flat inputs, ")[2] for title in titles] == [
+        "forward and backward", "forward and backward of a frozen head", "forward only",
+    ]  # fmt: skip
 
 
 def test_a_grid_tells_how_far_auto_is_from_the_best(tmp_path):
