@@ -25,20 +25,31 @@ def draw(document: Document, folder: str) -> Iterator[Path]:
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
+    taken: set[str] = set()
     for run in document["runs"]:
         where = f"{run['device']}, {run['date'][:10]}"
         if run["grid"]:
             found = [entry for entry in regrets(run["results"]) if entry["mode"] == "both"]
             if found:
-                yield draw_regret(found, f"auto beside the best strategy\n{where}", target / "auto.png")
+                yield draw_regret(found, f"auto beside the best strategy\n{where}", _free(target, "auto", taken))
             continue
         for title, rows in tables(run["results"]):
             timed = [row for row in rows if row["ms"]]
             if timed:
                 stem = re.sub(r"[^\w.]+", "-", title)
                 heading = f"{_titled(title, timed[0]['mode'])}\n{where}"
-                yield draw_bars(timed, heading, target / f"{stem}-bars.png")
-                yield draw_trade(timed, heading, target / f"{stem}-time-memory.png")
+                yield draw_bars(timed, heading, _free(target, f"{stem}-bars", taken))
+                yield draw_trade(timed, heading, _free(target, f"{stem}-time-memory", taken))
+
+
+def _free(folder: Path, stem: str, taken: set[str]) -> Path:
+    """A file that no other run of the document has been drawn into: two may have measured the same."""
+    name, count = stem, 1
+    while name in taken:
+        count += 1
+        name = f"{stem}-{count}"
+    taken.add(name)
+    return folder / f"{name}.png"
 
 
 def draw_bars(rows: Sequence[Row], title: str, path: Path) -> Path:

@@ -65,11 +65,16 @@ def test_every_format_has_what_is_shown(tmp_path):
 
 
 def test_figures(tmp_path):
-    result = bench(*CPU, *SMALL, "--only", "naive,flce", "--plot", tmp_path / "figures")
+    output = tmp_path / "rows.json"
+    result = bench(*CPU, *SMALL, "--only", "naive,flce", "--plot", tmp_path / "figures", "--output", output)
     assert result.exit_code == 0, result.output
     drawn = sorted((tmp_path / "figures").iterdir())
     assert [path.name.rpartition("both-")[2] for path in drawn] == ["bars.png", "time-memory.png"]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in drawn)
+    again = bench("--from", output, "--from", output, "--plot", tmp_path / "twice")
+    assert again.exit_code == 0, again.output
+    names = sorted(path.name.rpartition("both-")[2] for path in (tmp_path / "twice").iterdir())
+    assert names == ["bars-2.png", "bars.png", "time-memory-2.png", "time-memory.png"], "a run draws over no other"
 
 
 def test_titles_of_figures_say_the_mode_in_full(tmp_path, monkeypatch):
