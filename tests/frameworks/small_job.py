@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -94,6 +96,51 @@ def history(folder: Path, key: str = "loss") -> list[dict[str, Any]]:
     """What the Trainer logged with ``key`` in it, from its last checkpoint in ``folder``: at each step, or evaluation."""
     (state,) = sorted(folder.glob("checkpoint-*/trainer_state.json"))
     return [entry for entry in json.loads(state.read_text())["log_history"] if key in entry]
+
+
+def assert_trained(code: int, output: str) -> None:
+    """A command that went through, and every loss of it through ours where ours was asked for."""
+    assert code == 0, output[-3000:]
+    assert "NO LOSS WENT THROUGH" not in output
+    assert "needs its real logits" not in output
+
+
+class Runs:
+    """A framework's runs in a folder, each once. ``run`` is the framework's own."""
+
+    run: Callable[..., tuple[int, str]]
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made: dict[str, list[dict[str, Any]]] = {}
+
+    def history(self, name: str, keys: dict[str, Any], *more: Any, **settings: Any) -> list[dict[str, Any]]:
+        """What the run logged at each step; it went through."""
+        if name not in self.made:
+            assert_trained(*self.run(name, keys, *more, **settings))
+            self.made[name] = history(self.folder / name)
+        return self.made[name]
+
+
+def assert_same(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
+    """The same losses and gradients at each step, and our numbers beside ours alone."""
+    assert len(ours) == len(stock) > 0
+    for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        assert [e[key] for e in ours] == pytest.approx([e[key] for e in stock], rel=tolerance)
+    assert all("loss_plugins/valid_fraction" in entry for entry in ours)
+    assert not any(key.startswith("loss_plugins/") for entry in stock for key in entry)
+
+
+def assert_same_in_all(ours: list[dict[str, Any]], stock: list[dict[str, Any]], but: tuple[str, ...] = ()) -> None:
+    """Every number that stock logs, but those with one of these words in their key: rewards, log-probabilities and mean
+    logits too."""
+    assert len(ours) == len(stock) > 0
+    assert len({entry["loss"] for entry in stock}) > len(stock) // 2
+    for mine, theirs in zip(ours, stock, strict=True):
+        for key, value in theirs.items():
+            if not any(word in key for word in but):
+                rel = 1e-3 if key == "grad_norm" else 1e-4
+                assert mine[key] == pytest.approx(value, rel=rel, abs=1e-6 if key == "loss" else 1e-4), key
 
 
 WIDE = 32768

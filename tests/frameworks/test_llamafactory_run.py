@@ -13,8 +13,10 @@ from small_job import (
     POEM,
     SMALLEST,
     WIDE,
+    Runs,
+    assert_same,
+    assert_same_in_all,
     command,
-    history,
     make_model,
     pairs,
     read_config,
@@ -77,11 +79,11 @@ THEIRS = ("-m", "llamafactory.cli", "train")
 OURS = ("-m", "loss_plugins", "llamafactory", "train")
 
 
-class Jobs:
+class Jobs(Runs):
     """A folder with a model and data, and LLaMA-Factory's runs in it, each once."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         make_model(folder / "tiny")
         make_model(folder / "wide", WIDE)
         data = folder / "data"
@@ -108,7 +110,6 @@ class Jobs:
             "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}},
         }
         (data / "dataset_info.json").write_text(json.dumps(info))
-        self.made: dict[str, list[dict[str, Any]]] = {}
 
     def run(
         self, name: str, keys: dict[str, Any], words: tuple[str, ...] = THEIRS, *after: str, **settings: Any
@@ -116,29 +117,10 @@ class Jobs:
         write_yaml(self.folder / f"{name}.yaml", {**KEYS, "output_dir": f"./{name}", **keys})
         return command(self.folder, *words, f"{name}.yaml", *after, **settings)
 
-    def history(
-        self, name: str, keys: dict[str, Any], words: tuple[str, ...] = THEIRS, *after: str, **settings: Any
-    ) -> list[dict[str, Any]]:
-        if name not in self.made:
-            code, output = self.run(name, keys, words, *after, **settings)
-            assert code == 0, output[-3000:]
-            assert "NO LOSS WENT THROUGH" not in output
-            assert "needs its real logits" not in output
-            self.made[name] = history(self.folder / name)
-        return self.made[name]
-
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(tmp_path_factory.mktemp("llamafactory"))
-
-
-def assert_same(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
-    assert len(ours) == len(stock) > 0
-    for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3)):
-        assert [e[key] for e in ours] == pytest.approx([e[key] for e in stock], rel=tolerance)
-    assert all("loss_plugins/valid_fraction" in entry for entry in ours)
-    assert not any(key.startswith("loss_plugins/") for entry in stock for key in entry)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,12 +137,8 @@ def test_our_command(jobs: Jobs, kind: str) -> None:
 def test_losses_made_of_log_probabilities(jobs: Jobs, kind: str) -> None:
     stock = jobs.history(f"stock-{kind}", LOG_PROB_KINDS[kind])
     ours = jobs.history(f"ours-{kind}", {**LOG_PROB_KINDS[kind], "loss_strategy": "cce"}, OURS)
-    assert len(ours) == len(stock) == STEPS
-    assert len({entry["loss"] for entry in stock}) > STEPS // 2
-    for mine, theirs in zip(ours, stock, strict=True):
-        for key, value in theirs.items():  # rewards, log-probabilities and mean logits too
-            rel = 1e-3 if key == "grad_norm" else 1e-4
-            assert mine[key] == pytest.approx(value, rel=rel, abs=1e-6 if key == "loss" else 1e-4), key
+    assert len(ours) == STEPS
+    assert_same_in_all(ours, stock)
 
 
 @pytest.mark.parametrize("kind", ["full", "dpo", "kto", "dft"])
