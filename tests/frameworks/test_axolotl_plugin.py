@@ -35,6 +35,9 @@ def test_schema_is_the_dataclass() -> None:
         ({"loss_strategy": "ccee"}, "Did you mean 'cce'"),
         ({"loss_z_loss": -1.0}, "loss_z_loss must be a number in"),
         ({"loss_strategi": "cce"}, "Unknown loss setting 'loss_strategi'"),
+        ({"Loss_Strategy": "cce"}, "Unknown loss setting 'Loss_Strategy'. Did you mean 'loss_strategy'?"),
+        ({"LOSS-STRATEGY": "cce"}, "Unknown loss setting 'LOSS-STRATEGY'. Did you mean 'loss_strategy'?"),
+        ({"Loss-Z-Loss": 0.1}, "Did you mean 'loss_z_loss'?"),
         ({"loss_strategy": ["cce"]}, "loss_strategy"),
     ],
 )
@@ -48,6 +51,7 @@ def test_bad_values_are_pydantic_errors(values: dict[str, Any], words: str) -> N
         """As axolotl merges it."""
 
     assert Merged(loss_watchdog_threshold=2.0, **CCE).loss_strategy == "cce"
+    assert Merged(liger_rope=True, **CCE).loss_strategy == "cce", "a key of Liger's plugin is none of ours misspelled"
     with pytest.raises(pydantic.ValidationError, match=words):
         Merged(**values)
 

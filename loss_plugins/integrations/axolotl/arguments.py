@@ -40,7 +40,7 @@ def check(values: Mapping[str, Any], known: Any) -> LossConfig | None:
     Raises:
         ConfigError: a value of ours is wrong, or a key of axolotl's computes the loss in another way.
     """
-    refuse_misspelled(values, known)
+    refuse_misspelled(values, {*known, *LIGER_LAYERS})  # liger_rope is in the schema with Liger's plugin alone
     config = config_of(values)
     if config is None:
         return None

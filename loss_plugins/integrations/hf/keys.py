@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from ...config import LossConfig
-from ...errors import ConfigError, unknown_name
+from ...errors import ConfigError, nearest, unknown_name
 from ...objectives import OBJECTIVES
 from ...strategies import check_options
 from .arguments import as_number
@@ -49,10 +48,10 @@ def refuse_misspelled(keys: Iterable[str], known: Collection[str]) -> None:
     """For frameworks that drop keys which nobody knows, without a word.
 
     Raises:
-        ConfigError: a key is nobody's, and nearly one of ours.
+        ConfigError: a key is nobody's, and nearly one of ours, in any case of letters and with hyphens too.
     """
     for key in keys:
-        if key not in known and difflib.get_close_matches(str(key), LossConfig.names(), n=1, cutoff=0.8):
+        if key not in known and nearest(str(key).replace("-", "_"), LossConfig.names(), cutoff=0.8):
             raise ConfigError(unknown_name("loss setting", str(key), LossConfig.names()))
 
 
