@@ -21,7 +21,13 @@ class LossPluginError(Exception):
 
 
 class ConfigError(LossPluginError, ValueError):
-    """An unknown name or a value outside its range."""
+    """An unknown name or a value outside its range.
+
+    Attributes:
+        others: What else is wrong, where the check went on to find it.
+    """
+
+    others: tuple[str, ...] = ()
 
 
 class UnsupportedError(LossPluginError, RuntimeError):
@@ -38,6 +44,17 @@ class MissingDependencyError(LossPluginError, ImportError):
 
 class VerificationError(LossPluginError, RuntimeError):
     """A patched model was compared with the stock one and differs, or there was nothing to compare it with."""
+
+
+def refuse(mistakes: Iterable[str]) -> None:
+    """Raises:
+    ConfigError: there is a mistake. It says the first, and holds the others.
+    """
+    said = tuple(mistakes)
+    if said:
+        error = ConfigError(said[0])
+        error.others = said[1:]
+        raise error
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

@@ -139,15 +139,16 @@ def _axolotl(values: Mapping[str, Any], path: Path) -> _Asked:
 
 
 def _llamafactory(values: Mapping[str, Any], path: Path) -> _Asked:
-    from ..integrations.hf.keys import checked_config, own_keys, refuse_misspelled
-    from ..integrations.llamafactory.run import refuse
+    from ..errors import refuse
+    from ..integrations.hf.keys import checked_config, misspelled, own_keys
+    from ..integrations.llamafactory.run import conflicts
 
-    refuse_misspelled(values, {*LossConfig.names(), *SIGNS[LLAMAFACTORY]})
+    refuse(misspelled(values, {*LossConfig.names(), *SIGNS[LLAMAFACTORY]}))
     ours = own_keys(values)
     if not ours:
         return _Asked(None, [])
     config = checked_config(ours)
-    refuse(values, config)
+    refuse(conflicts(values, config))
     what = "llamafactory-cli train refuses our keys, unless its hook is installed"
     do = (f"loss-plugins llamafactory train {path}", "loss-plugins install-hook llamafactory   # instead")
     return _Asked(config, [Finding("note", what, do)])

@@ -5,14 +5,14 @@ The class is made when axolotl asks for it, so that this file can be imported wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
 
 from ...config import LossConfig
-from ...errors import ConfigError
-from ..hf.keys import refuse_misspelled, refuse_switched_on
-from ..hf.log_probs import refuse_additions
+from ...errors import refuse
+from ..hf.keys import misspelled, switched_on
+from ..hf.log_probs import additions
 from .plugin import config_of
 
 LOSSES = ("cut_cross_entropy", "chunked_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
@@ -40,44 +40,54 @@ def check(values: Mapping[str, Any], known: Any) -> LossConfig | None:
     Raises:
         ConfigError: a value of ours is wrong, or a key of axolotl's computes the loss in another way.
     """
-    refuse_misspelled(values, {*known, *LIGER_LAYERS})  # liger_rope is in the schema with Liger's plugin alone
+    refuse(unknown(values, known))
     config = config_of(values)
-    if config is None:
-        return None
-    for key in LOSSES:
-        if values.get(key):
-            raise ConfigError(_two_losses(config, f"{key}: {_yaml(values[key])}"))
-    for name in values.get("plugins") or ():  # its switch is on unless it is turned off
-        if str(name).endswith("CutCrossEntropyPlugin") and values.get("cut_cross_entropy") is None:
-            raise ConfigError(_two_losses(config, f"- {name}"))
-    whole = "that loss is computed from whole logits, and the model is given no labels."
-    refuse_switched_on(values, LOGIT_LOSSES, config, whole)
-    for key in OTHER_TRAINERS:
-        if values.get(key):
-            raise ConfigError(_no_effect(config, f"{key}: {_yaml(values[key])}"))
-    if values.get("rl"):
-        _check_rl(values, config)
-    elif values.get("use_dft"):
-        refuse_additions(config, "use_dft")
-    layers = [key for key in LIGER_LAYERS if values.get(key)]
-    if config.liger_ops not in (None, False) and layers:
-        raise ConfigError(
-            f"liger_ops is {config.liger_ops!r} and {' and '.join(layers)} on: both put Liger's kernels into the "
-            f"model. Delete the lines {', '.join(f'`{key}: true`' for key in layers)}, or liger_ops."
-        )
+    if config is not None:
+        refuse(conflicts(values, config))
     return config
 
 
-def _check_rl(values: Mapping[str, Any], config: LossConfig) -> None:
+def unknown(values: Mapping[str, Any], known: Any) -> Iterator[str]:
+    """What is wrong with keys of which ours were meant."""
+    return misspelled(values, {*known, *LIGER_LAYERS})  # liger_rope is in the schema with Liger's plugin alone
+
+
+def conflicts(values: Mapping[str, Any], config: LossConfig) -> Iterator[str]:
+    """What is wrong with each key of axolotl's that computes the loss in another way."""
+    for key in LOSSES:
+        if values.get(key):
+            yield _two_losses(config, f"{key}: {_yaml(values[key])}")
+    for name in values.get("plugins") or ():  # its switch is on unless it is turned off
+        if str(name).endswith("CutCrossEntropyPlugin") and values.get("cut_cross_entropy") is None:
+            yield _two_losses(config, f"- {name}")
+    whole = "that loss is computed from whole logits, and the model is given no labels."
+    yield from switched_on(values, LOGIT_LOSSES, config, whole)
+    for key in OTHER_TRAINERS:
+        if values.get(key):
+            yield _no_effect(config, f"{key}: {_yaml(values[key])}")
+    if values.get("rl"):
+        yield from _rl_conflicts(values, config)
+    elif values.get("use_dft"):
+        yield from additions(config, "use_dft")
+    layers = [key for key in LIGER_LAYERS if values.get(key)]
+    if config.liger_ops not in (None, False) and layers:
+        yield (
+            f"liger_ops is {config.liger_ops!r} and {' and '.join(layers)} on: both put Liger's kernels into the "
+            f"model. Delete the lines {', '.join(f'`{key}: true`' for key in layers)}, or liger_ops."
+        )
+
+
+def _rl_conflicts(values: Mapping[str, Any], config: LossConfig) -> Iterator[str]:
     kind = _yaml(values["rl"])
     if kind not in RL:
-        raise ConfigError(f"{_no_effect(config, f'rl: {kind}')} Those that can be served: {', '.join(RL)}.")
-    refuse_additions(config, f"rl: {kind}")
+        yield f"{_no_effect(config, f'rl: {kind}')} Those that can be served: {', '.join(RL)}."
+        return
+    yield from additions(config, f"rl: {kind}")
     why = "with it DPO takes more than log-probabilities from logits, or takes them from elsewhere."
-    refuse_switched_on(values, OTHER_SCORES, config, why)
+    yield from switched_on(values, OTHER_SCORES, config, why)
     why = "a loss strategy was never run with it."
-    refuse_switched_on(values, NEVER_RUN, config, why)
-    refuse_switched_on(values.get("trl") or {}, NEVER_RUN_IN_TRL, config, why)
+    yield from switched_on(values, NEVER_RUN, config, why)
+    yield from switched_on(values.get("trl") or {}, NEVER_RUN_IN_TRL, config, why)
 
 
 def _no_effect(config: LossConfig, line: str) -> str:

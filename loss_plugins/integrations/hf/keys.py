@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from ...config import LossConfig
-from ...errors import ConfigError, nearest, unknown_name
+from ...errors import ConfigError, LossPluginError, nearest, unknown_name
 from ...objectives import OBJECTIVES
 from ...strategies import check_options
 from .arguments import as_number
@@ -44,26 +45,49 @@ def checked_config(values: Mapping[str, Any]) -> LossConfig:
     return config
 
 
-def refuse_misspelled(keys: Iterable[str], known: Collection[str]) -> None:
-    """For frameworks that drop keys which nobody knows, without a word.
+def mistakes(values: Mapping[str, Any]) -> tuple[list[str], LossConfig]:
+    """Everything for which `checked_config` refuses settings, and a config of those that are well.
 
-    Raises:
-        ConfigError: a key is nobody's, and nearly one of ours, in any case of letters and with hyphens too.
+    Each is looked at beside the strategy alone, each option too, and then every two of them together.
     """
+    name, options = values.get("loss_strategy"), values.get("loss_options")
+    strategy = {"loss_strategy": name} if isinstance(name, str) else {}
+    parts = [{**strategy, key: value} for key, value in values.items() if key != "loss_options"]
+    if isinstance(options, Mapping) and not _refusal(strategy):
+        parts += [{**strategy, "loss_options": {option: value}} for option, value in options.items()]
+    parts += [{**strategy, **dict(pair)} for pair in itertools.combinations(values.items(), 2)]
+    said = dict.fromkeys(each for part in [*parts, values] if (each := _refusal(part)))
+    well: dict[str, Any] = {}
+    for key, value in values.items():
+        try:
+            LossConfig.of({**well, key: value})
+        except ConfigError:
+            continue
+        well[key] = value
+    return list(said), LossConfig.of(well)
+
+
+def _refusal(values: Mapping[str, Any]) -> str | None:
+    try:
+        checked_config(values)
+    except LossPluginError as error:
+        return str(error)
+    return None
+
+
+def misspelled(keys: Iterable[str], known: Collection[str]) -> Iterator[str]:
+    """For frameworks that drop keys which nobody knows, without a word: what is wrong with each that is nobody's, and
+    nearly one of ours, in any case of letters and with hyphens too."""
     for key in keys:
         if key not in known and nearest(str(key).replace("-", "_"), LossConfig.names(), cutoff=0.8):
-            raise ConfigError(unknown_name("loss setting", str(key), LossConfig.names()))
+            yield unknown_name("loss setting", str(key), LossConfig.names())
 
 
-def refuse_switched_on(values: Mapping[str, Any], keys: Iterable[str], config: LossConfig, why: str) -> None:
-    """For a framework's own switches that leave our loss nothing to do.
-
-    Raises:
-        ConfigError: one of ``keys`` is on.
-    """
+def switched_on(values: Mapping[str, Any], keys: Iterable[str], config: LossConfig, why: str) -> Iterator[str]:
+    """For a framework's own switches that leave our loss nothing to do: what is wrong with each that is on."""
     for key in keys:
         if values.get(key):
-            raise ConfigError(
+            yield (
                 f"{key} is on, and loss_strategy {config.loss_strategy!r} was asked for: {why} Delete the line "
                 f"`{key}: true`, or our loss_ keys."
             )

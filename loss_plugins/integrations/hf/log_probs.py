@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from ...config import LossConfig
-from ...errors import ConfigError, PatchError, UnsupportedError
+from ...errors import ConfigError, PatchError, UnsupportedError, refuse
 from ...models.leaving import LeavingLogits
 from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
 from .callback import LossPluginCallback
@@ -158,12 +158,18 @@ class ServedTrainer:
 
 def refuse_additions(config: LossConfig, what: str) -> None:
     """Raises:
-    ConfigError: a setting that adds something to the model's own loss, which that trainer does not ask for.
+    ConfigError: see `additions`.
     """
+    refuse(additions(config, what))
+
+
+def additions(config: LossConfig, what: str) -> Iterator[str]:
+    """What is wrong with each setting that adds something to the model's own loss, which that trainer does not ask
+    for."""
     default = LossConfig()
     for name in ("loss_label_smoothing", "loss_z_loss", "loss_objective", "loss_class_weight", "loss_statistics"):
         if getattr(config, name) not in (getattr(default, name), [], 0):
-            raise ConfigError(
+            yield (
                 f"{name} is {getattr(config, name)!r}, but {what} computes its own objective, and its own statistics, "
                 f"from log-probabilities of single tokens, to which nothing can be added. Leave {name} out."
             )

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from ...config import LossConfig
-from ...errors import ConfigError, MissingDependencyError
+from ...errors import MissingDependencyError, refuse
 from ..hf.callback import LossPluginCallback
-from ..hf.keys import checked_config, own_keys, refuse_switched_on
-from ..hf.log_probs import refuse_additions, serve_loss_func, serve_trainer
+from ..hf.keys import checked_config, own_keys, switched_on
+from ..hf.log_probs import additions, serve_loss_func, serve_trainer
 
 Arguments = dict[str, Any] | list[str]
 
@@ -89,7 +89,7 @@ def with_callback(
     config = checked_config(ours) if ours else by_default
     if config is None:
         return arguments, None
-    refuse(values, config)
+    refuse(conflicts(values, config))
     if isinstance(rest, dict):
         rest = {key: value for key, value in values.items() if key not in LossConfig.names()}
     return rest, LossPluginCallback(config)
@@ -123,27 +123,25 @@ def served(arguments: Arguments, config: LossConfig) -> Iterator[None]:
         trainer_class.__init__ = make
 
 
-def refuse(values: Mapping[str, Any], config: LossConfig) -> None:
-    """Raises:
-    ConfigError: LLaMA-Factory was asked for a loss that is not the model's own.
-    """
+def conflicts(values: Mapping[str, Any], config: LossConfig) -> Iterator[str]:
+    """What is wrong with each key that asks LLaMA-Factory for a loss that is not the model's own."""
     stage = values.get("stage", "sft")
     if stage not in STAGES:
-        raise ConfigError(
+        yield (
             f"stage: {stage} and loss_strategy {config.loss_strategy!r} were both given, but that trainer of "
             f"LLaMA-Factory takes more from the model than its loss or log-probabilities. The stages that do not are "
             f"{', '.join(STAGES)}; delete our loss_ keys for another."
         )
     if stage in LOG_PROBS:
-        refuse_additions(config, f"stage: {stage}")
+        yield from additions(config, f"stage: {stage}")
     elif values.get("use_dft_loss"):
-        refuse_additions(config, "use_dft_loss")
+        yield from additions(config, "use_dft_loss")
     whole = "that loss is computed from whole logits, which no loss strategy makes."
-    refuse_switched_on(values, LOGIT_LOSSES, config, whole)
+    yield from switched_on(values, LOGIT_LOSSES, config, whole)
     past = "it brings a loss or a trainer of its own, past which loss_plugins is never called."
-    refuse_switched_on(values, OTHER_MODELS, config, past)
+    yield from switched_on(values, OTHER_MODELS, config, past)
     if values.get("enable_liger_kernel"):
-        raise ConfigError(
+        yield (
             f"enable_liger_kernel is on, and loss_strategy {config.loss_strategy!r} was asked for: LLaMA-Factory turns "
             "on Liger's loss with its layers, two losses for one model. Replace the line `enable_liger_kernel: true` "
             "by `liger_ops: true`, which takes the layers only."
