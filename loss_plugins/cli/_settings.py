@@ -17,7 +17,7 @@ from typing import Any, Literal, Union
 import yaml
 
 from ..config import LossConfig
-from ..errors import ConfigError, LossPluginError, nearest
+from ..errors import ConfigError, LossPluginError, nearest, refuse
 
 NONE = type(None)
 DEFAULTS = {"logging_steps": 0.05}
@@ -99,8 +99,6 @@ def read_job(path: Path, words: Sequence[str], classes: Sequence[Any]) -> tuple[
     Raises:
         ConfigError: anything that is wrong with one of them; nothing was built or written.
     """
-    from transformers import HfArgumentParser
-
     hints = _hints(classes)
     values = read_values(path, classes)
     overrides = read_overrides(words)
@@ -116,11 +114,27 @@ def read_job(path: Path, words: Sequence[str], classes: Sequence[Any]) -> tuple[
     elif overrides.get("strategies") and "loss_strategy" not in overrides and values["strategies"] is not None:
         values.pop("loss_strategy", None)
     elif values.get("strategies") is not None and "loss_strategy" in values:
-        both = f"strategies {values['strategies']!r} and loss_strategy {values['loss_strategy']!r}"
-        raise ConfigError(f"Both {both} are set. Remove one.")
+        refuse([both_set(values)])
     _log_often(values)
+    return built(path, classes, values)
+
+
+def both_set(values: Mapping[str, Any]) -> str:
+    """What is wrong with a job of several strategies and of one."""
+    both = f"strategies {values['strategies']!r} and loss_strategy {values['loss_strategy']!r}"
+    return f"Both {both} are set. Remove one."
+
+
+def built(path: Path, classes: Sequence[Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The dataclasses with values that are of their types.
+
+    Raises:
+        ConfigError: they refuse one.
+    """
+    from transformers import HfArgumentParser
+
     try:
-        return HfArgumentParser(tuple(classes)).parse_dict(values)
+        return HfArgumentParser(tuple(classes)).parse_dict(dict(values))
     except LossPluginError:
         raise
     except (ValueError, TypeError, RuntimeError, ImportError) as error:  # TrainingArguments' own checks
@@ -134,11 +148,27 @@ def read_values(path: Path, classes: Sequence[Any]) -> dict[str, Any]:
     Raises:
         ConfigError: one is not.
     """
-    hints, values = _hints(classes), {}
-    for key, value in read_yaml(path).items():
-        _check_known(key, value, hints, f"key {key!r} in {path}")
-        values[key] = _checked(f"{key} in {path}", value, hints[key])
+    values, wrong = sorted_values(path, classes)
+    refuse(wrong.values())
     return values
+
+
+def sorted_values(path: Path, classes: Sequence[Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A job file's values, each of a known key and of its type; and for each other key what is wrong.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    hints = _hints(classes)
+    values: dict[str, Any] = {}
+    wrong: dict[str, str] = {}
+    for key, value in read_yaml(path).items():
+        try:
+            _check_known(key, value, hints, f"key {key!r} in {path}")
+            values[key] = _checked(f"{key} in {path}", value, hints[key])
+        except ConfigError as error:
+            wrong[key] = str(error)
+    return values, wrong
 
 
 def _hints(classes: Sequence[Any]) -> dict[str, Any]:
@@ -315,6 +345,7 @@ _WORDS = {
     int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping", list: "a list",
     NONE: "null",
 }  # fmt: skip
+_PLURALS = {int: "whole numbers", float: "numbers", str: "names"}
 
 
 def _described(hint: Any) -> str:
@@ -327,6 +358,8 @@ def _described(hint: Any) -> str:
             words += [repr(choice) for choice in typing.get_args(member)]
         elif isinstance(origin, type) and issubclass(origin, Enum):
             words.append(f"one of {', '.join(entry.value for entry in origin)}")
+        elif origin is list and typing.get_args(member) and typing.get_args(member)[0] in _PLURALS:
+            words.append(f"a list of {_PLURALS[typing.get_args(member)[0]]}")
         else:
             words.append(_WORDS.get(origin, getattr(origin, "__name__", str(origin))))
     return " or ".join(dict.fromkeys(words))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,6 @@ from ._settings import read_yaml
 
 if TYPE_CHECKING:
     from ..device import DeviceProfile
-    from ..integrations.hf.loading import ModelArguments
 
 OURS, AXOLOTL, LLAMAFACTORY, SWIFT, VERL = "ours", "axolotl", "llamafactory", "swift", "verl"
 PLUGIN = "loss_plugins.integrations.axolotl.LossPlugin"
@@ -58,14 +57,14 @@ NAMES = {
 
 
 class _Asked(NamedTuple):
-    """What a file asks for: its loss, and what decides whether that can run."""
+    """What a file asks for: a loss a run, and what is wrong with that. Where it is wrong, as much as could be read."""
 
-    config: LossConfig | None
+    configs: list[LossConfig]
     findings: list[Finding]
 
 
-def examine(path: Path, framework: str | None, profile: DeviceProfile | None) -> tuple[dict[str, Any], list[Finding]]:
-    """What a file is (for JSON and people), and what is wrong with it.
+def examine(path: Path, framework: str | None, profile: DeviceProfile) -> tuple[dict[str, Any], list[Finding]]:
+    """What a file is (for JSON and people), and everything that is wrong with it.
 
     Raises:
         ConfigError: there is no such file, it is no YAML, or nobody's that is known.
@@ -75,25 +74,26 @@ def examine(path: Path, framework: str | None, profile: DeviceProfile | None) ->
     reader: dict[str, Callable[[Mapping[str, Any], Path], _Asked]] = {
         AXOLOTL: _axolotl, LLAMAFACTORY: _llamafactory, SWIFT: _swift, VERL: _verl, OURS: _ours,
     }  # fmt: skip
-    config: LossConfig | None = None
-    findings: list[Finding] = []
-    try:
-        config, findings = reader[whose](values, path)
-    except LossPluginError as error:
-        findings = [Finding("error", str(error).rstrip("."))]
+    configs, findings = reader[whose](values, path)
+    is_wrong = any(finding.level == "error" for finding in findings)
     package = {AXOLOTL: "axolotl", LLAMAFACTORY: "llamafactory", SWIFT: "ms-swift", VERL: "verl"}.get(whose)
     absent = package if package and not installed(package) else None
     if absent:
         what = f"{absent} is not installed in this Python environment, and starting this file needs it"
         findings.append(Finding("note", what, (f"pip install {absent}",)))
-    if config is not None and profile is not None:
-        findings += _here(config, values, profile)
-    asks = "asks nothing of loss_plugins that can be seen" if config is None else f"asks for {config}"
-    if config is None and any(finding.level == "error" for finding in findings):
+    for config in configs:
+        here = _here(config, values, profile)
+        findings += [finding for finding in here if finding.level == "error" or not is_wrong]
+    asks = f"asks for {' and '.join(map(str, configs))}" if configs else "asks nothing of loss_plugins that can be seen"
+    if is_wrong:
         asks = "what it asks for is wrong"
     start = START[whose].format(path=path)
     found = {"path": str(path), "framework": whose, "asks": asks, "start": start, "not_installed": absent}
-    return found, findings
+    return found, list(dict.fromkeys(findings))
+
+
+def _errors(mistakes: Iterable[str]) -> list[Finding]:
+    return [Finding("error", said.rstrip(".")) for said in mistakes]
 
 
 def _named(framework: str) -> str:
@@ -120,38 +120,44 @@ def _whose(values: Mapping[str, Any], path: Path) -> str:
 
 
 def _axolotl(values: Mapping[str, Any], path: Path) -> _Asked:
-    from ..integrations.axolotl.arguments import LIGER_LAYERS, LOSSES, check
+    from ..integrations.axolotl.arguments import LIGER_LAYERS, LOSSES, conflicts, unknown
+    from ..integrations.axolotl.plugin import plugins_of, settings_of
+    from ..integrations.hf.keys import mistakes
 
     findings = []
-    plugins = [str(name).replace(":", ".") for name in values.get("plugins") or ()]
+    plugins = [name.replace(":", ".") for name in plugins_of(values)]
     for name in plugins:
         if "loss_plugin" in name.lower() and name != PLUGIN:
             what = f"plugins names {name}, which is not there, so axolotl will stop"
             findings.append(Finding("error", what, ("plugins:", f"  - {PLUGIN}")))
-    config = check(values, {*LossConfig.names(), *SIGNS[AXOLOTL], *LOSSES, *LIGER_LAYERS})
-    if config is not None and PLUGIN not in plugins:
+    findings += _errors(unknown(values, {*LossConfig.names(), *SIGNS[AXOLOTL], *LOSSES, *LIGER_LAYERS}))
+    ours = settings_of(values)
+    if ours is None:
+        return _Asked([], findings)
+    wrong, config = mistakes(ours)
+    findings += _errors([*wrong, *conflicts(values, config)])
+    if PLUGIN not in plugins:
         what = (
             "our keys are in the file, and plugins does not name our plugin: axolotl drops keys that nobody declares, "
             "without a word, wherever loss-plugins is not installed beside it"
         )
         findings.append(Finding("warning", what, ("plugins:", f"  - {PLUGIN}")))
-    return _Asked(config, findings)
+    return _Asked([config], findings)
 
 
 def _llamafactory(values: Mapping[str, Any], path: Path) -> _Asked:
-    from ..errors import refuse
-    from ..integrations.hf.keys import checked_config, misspelled, own_keys
+    from ..integrations.hf.keys import misspelled, mistakes, own_keys
     from ..integrations.llamafactory.run import conflicts
 
-    refuse(misspelled(values, {*LossConfig.names(), *SIGNS[LLAMAFACTORY]}))
+    findings = _errors(misspelled(values, {*LossConfig.names(), *SIGNS[LLAMAFACTORY]}))
     ours = own_keys(values)
     if not ours:
-        return _Asked(None, [])
-    config = checked_config(ours)
-    refuse(conflicts(values, config))
+        return _Asked([], findings)
+    wrong, config = mistakes(ours)
+    findings += _errors([*wrong, *conflicts(values, config)])
     what = "llamafactory-cli train refuses our keys, unless its hook is installed"
     do = (f"loss-plugins llamafactory train {path}", "loss-plugins install-hook llamafactory   # instead")
-    return _Asked(config, [Finding("note", what, do)])
+    return _Asked([config], [*findings, Finding("note", what, do)])
 
 
 def _swift(values: Mapping[str, Any], path: Path) -> _Asked:
@@ -174,11 +180,12 @@ def _swift(values: Mapping[str, Any], path: Path) -> _Asked:
     callbacks = values.get("callbacks") or ()
     is_named = NAME in (callbacks.split() if isinstance(callbacks, str) else callbacks)
     if not is_named:
-        return _Asked(None, findings)
+        return _Asked([], findings)
     named = values.get("external_plugins") or ()
-    config, wrong = _registered([named] if isinstance(named, str) else list(named), path)
-    if wrong:
-        what = f"callbacks names {NAME}, which ms-swift will not know: {wrong}"
+    configs, wrong, absent = _registered([named] if isinstance(named, str) else list(named), path)
+    findings += wrong
+    if absent:
+        what = f"callbacks names {NAME}, which ms-swift will not know: {absent}"
         findings.append(Finding("error", what, ("external_plugins: loss.py   # with register(...) in it",)))
     for key, value in whole_logits(values).items():
         what = f"{key} {value!r} takes whole logits from the model, and callbacks: {NAME} makes none"
@@ -186,7 +193,7 @@ def _swift(values: Mapping[str, Any], path: Path) -> _Asked:
     if values.get("use_liger_kernel"):
         what = f"use_liger_kernel and callbacks: {NAME} are both on: two fused losses for one model"
         findings.append(Finding("error", what, ("use_liger_kernel: false   # and liger_ops: true in register(...)",)))
-    return _Asked(config, findings)
+    return _Asked(configs, findings)
 
 
 def _verl(values: Mapping[str, Any], path: Path) -> _Asked:
@@ -194,11 +201,10 @@ def _verl(values: Mapping[str, Any], path: Path) -> _Asked:
     model = actor.get("model") or {}
     library = model.get("external_lib")
     if not library:
-        return _Asked(None, [])
-    config, wrong = _registered([f"{str(library).replace('.', '/')}.py"], path)
-    if wrong:
-        return _Asked(None, [Finding("note", f"external_lib {library} asks nothing of loss_plugins: {wrong}")])
-    findings = []
+        return _Asked([], [])
+    configs, findings, absent = _registered([f"{str(library).replace('.', '/')}.py"], path)
+    if absent:
+        return _Asked([], [Finding("note", f"external_lib {library} asks nothing of loss_plugins: {absent}")])
     if not model.get("use_fused_kernels"):
         what = "use_fused_kernels is off, so verl takes whole logits and never calls what external_lib registers"
         findings.append(Finding("error", what, ("actor_rollout_ref.model.use_fused_kernels=true",)))
@@ -209,40 +215,36 @@ def _verl(values: Mapping[str, Any], path: Path) -> _Asked:
     if (actor.get("actor") or {}).get("entropy_coeff"):
         what = "entropy_coeff is not 0, and no loss strategy computes the gradient of an entropy"
         findings.append(Finding("error", what, ("actor_rollout_ref.actor.entropy_coeff=0",)))
-    return _Asked(config, findings)
+    return _Asked(configs, findings)
 
 
-def _registered(files: list[str], beside: Path) -> tuple[LossConfig | None, str]:
-    """What the files' `register(...)` asks for, None if only running them could tell; or why nothing is registered.
-
-    Raises:
-        ConfigError: it asks for something wrong.
-    """
-    from ..integrations.hf.keys import checked_config
+def _registered(files: list[str], beside: Path) -> tuple[list[LossConfig], list[Finding], str]:
+    """What the files' `register(...)` asks for, nothing if only running them could tell; what is wrong with that; and
+    why nothing is registered."""
+    from ..integrations.hf.keys import mistakes
 
     if not files:
-        return None, "no file that registers it is named"
+        return [], [], "no file that registers it is named"
     found = [path for name in files for path in (Path(name), beside.parent / Path(name).name) if path.is_file()]
     if not found:
-        return None, f"there is no {' nor '.join(files)}"
+        return [], [], f"there is no {' nor '.join(files)}"
     try:
         trees = [ast.parse(path.read_text(encoding="utf-8")) for path in found]
     except SyntaxError as error:
-        return None, f"{found[0]} is no Python: {error.msg}"
+        return [], [], f"{found[0]} is no Python: {error.msg}"
     nodes = [node for tree in trees for node in ast.walk(tree)]
     ours = {node.module for node in nodes if isinstance(node, ast.ImportFrom)} & {
         "loss_plugins.integrations.swift", "loss_plugins.integrations.verl",
     }  # fmt: skip
     calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == "register"]
     if not ours or not calls:
-        return None, f"{found[0]} does not call register of loss_plugins"
+        return [], [], f"{found[0]} does not call register of loss_plugins"
     try:
-        given = ast.literal_eval(calls[0].args[0]) if calls[0].args else None
+        given = ast.literal_eval(calls[0].args[0]) if calls[0].args else {}
     except ValueError:
-        return None, ""
-    config = LossConfig.of(given)
-    checked_config({name: getattr(config, name) for name in config.names()})
-    return config, ""
+        return [], [], ""
+    wrong, config = mistakes(given if isinstance(given, Mapping) else {"loss_strategy": given})
+    return [config], _errors(wrong), ""
 
 
 def _name(function: ast.expr) -> str:
@@ -250,46 +252,16 @@ def _name(function: ast.expr) -> str:
 
 
 def _ours(values: Mapping[str, Any], path: Path) -> _Asked:
-    from ..integrations.hf.job import SETTINGS
-    from ..integrations.hf.loading import ModelArguments
-    from ._settings import read_job
+    from ._job_file import examine_job
 
-    if set(values) <= set(LossConfig.names()):
-        from ..integrations.hf.keys import checked_config, own_keys
-
-        return _Asked(checked_config(own_keys(values)), _refused(ModelArguments))
-    args, model, *_ = read_job(path, [], SETTINGS)
-    findings = _refused(lambda: _check_model(model))
-    if args.use_liger_kernel:
-        off = args.liger_kernel_config or {}
-        if off.get("fused_linear_cross_entropy", True):
-            what = "use_liger_kernel turns on Liger's own fused loss for most models: two losses for one model"
-            line = "liger_kernel_config: {fused_linear_cross_entropy: false, cross_entropy: false}"
-            findings.append(Finding("warning", what, (line, "liger_ops: true   # instead of use_liger_kernel")))
-    return _Asked(args.loss_config(), findings)
-
-
-def _check_model(model: ModelArguments) -> None:
-    """What `train` refuses of a model before it asks the Hub.
-
-    Raises:
-        ConfigError: see `check_place`; or ``model_config`` is no model's.
-    """
-    from ..integrations.hf.loading import check_place, load_config
-
-    for key in ("model_name_or_path", "tokenizer_name_or_path"):
-        if (name := getattr(model, key)) is not None:
-            check_place(key, name)
-    if model.model_config is not None:
-        load_config(model)
-
-
-def _refused(check: Callable[[], Any]) -> list[Finding]:
-    try:
-        check()
-    except LossPluginError as error:
-        return [Finding("error", str(error).rstrip("."))]
-    return []
+    configs, wrong = examine_job(path)
+    findings = _errors(wrong)
+    off = values.get("liger_kernel_config")
+    if values.get("use_liger_kernel") and (not isinstance(off, Mapping) or off.get("fused_linear_cross_entropy", True)):
+        what = "use_liger_kernel turns on Liger's own fused loss for most models: two losses for one model"
+        line = "liger_kernel_config: {fused_linear_cross_entropy: false, cross_entropy: false}"
+        findings.append(Finding("warning", what, (line, "liger_ops: true   # instead of use_liger_kernel")))
+    return _Asked(configs, findings)
 
 
 # What of it can run here

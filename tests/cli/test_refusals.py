@@ -31,7 +31,7 @@ KEYS: list[tuple[dict[str, Any], list[str]]] = [
     ({"packing": "maybe"}, ["packing in", "true or false", "'maybe'"]),
     ({"train_file": 5}, ["train_file in", "text or null", "5"]),
     ({"model_config": "llama"}, ["model_config in", "a mapping or null", "'llama'"]),
-    ({"strategies": 5}, ["strategies in", "a list or null", "5"]),
+    ({"strategies": 5}, ["strategies in", "a list of names or null", "5"]),
     ({"loss_statistics": "accuracy, entropy"}, ["loss_statistics", "'accuracy, entropy'"]),
     ({"lr_scheduler_type": "cosin"}, ["lr_scheduler_type in", "one of linear, cosine", "Did you mean 'cosine'?"]),
     ({"save_strategy": True}, ["save_strategy in", "True"]),

@@ -13,7 +13,7 @@ from ...config import LossConfig
 from ...errors import refuse
 from ..hf.keys import misspelled, switched_on
 from ..hf.log_probs import additions
-from .plugin import config_of
+from .plugin import config_of, plugins_of
 
 LOSSES = ("cut_cross_entropy", "chunked_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
 """axolotl's own switches for a loss without logits, or with fewer."""
@@ -57,8 +57,8 @@ def conflicts(values: Mapping[str, Any], config: LossConfig) -> Iterator[str]:
     for key in LOSSES:
         if values.get(key):
             yield _two_losses(config, f"{key}: {_yaml(values[key])}")
-    for name in values.get("plugins") or ():  # its switch is on unless it is turned off
-        if str(name).endswith("CutCrossEntropyPlugin") and values.get("cut_cross_entropy") is None:
+    for name in plugins_of(values):  # its switch is on unless it is turned off
+        if name.endswith("CutCrossEntropyPlugin") and values.get("cut_cross_entropy") is None:
             yield _two_losses(config, f"- {name}")
     whole = "that loss is computed from whole logits, and the model is given no labels."
     yield from switched_on(values, LOGIT_LOSSES, config, whole)
@@ -87,7 +87,8 @@ def _rl_conflicts(values: Mapping[str, Any], config: LossConfig) -> Iterator[str
     yield from switched_on(values, OTHER_SCORES, config, why)
     why = "a loss strategy was never run with it."
     yield from switched_on(values, NEVER_RUN, config, why)
-    yield from switched_on(values.get("trl") or {}, NEVER_RUN_IN_TRL, config, why)
+    trl = values.get("trl")
+    yield from switched_on(trl if isinstance(trl, Mapping) else {}, NEVER_RUN_IN_TRL, config, why)
 
 
 def _no_effect(config: LossConfig, line: str) -> str:

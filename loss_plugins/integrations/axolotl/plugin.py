@@ -50,6 +50,18 @@ def config_of(values: Mapping[str, Any]) -> LossConfig | None:
     Raises:
         ConfigError: see `checked_config`.
     """
+    ours = settings_of(values)
+    return None if ours is None else checked_config(ours)
+
+
+def settings_of(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The keys of a configuration that are ours; None where it asks nothing of us."""
     ours = own_keys(values)
-    named = any(str(name).replace(":", ".").endswith("axolotl.LossPlugin") for name in values.get("plugins") or ())
-    return checked_config(ours) if ours or named else None
+    named = any(name.replace(":", ".").endswith("axolotl.LossPlugin") for name in plugins_of(values))
+    return ours if ours or named else None
+
+
+def plugins_of(values: Mapping[str, Any]) -> list[str]:
+    """The names in ``plugins``; axolotl itself refuses what is no list."""
+    plugins = values.get("plugins")
+    return [str(name) for name in plugins] if isinstance(plugins, list | tuple) else []

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError, MissingDependencyError, nearest, unknown_name
+from ...errors import ConfigError, MissingDependencyError, nearest, refuse, unknown_name
 from .corpus import CORPORA
 
 logger = logging.getLogger(__name__)
@@ -55,25 +55,28 @@ class DataArguments:
     )
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if self.max_length < 2:
-            raise ConfigError(f"max_length must be at least 2 tokens, got {self.max_length}. Leave it out for 1024.")
+            yield f"max_length must be at least 2 tokens, got {self.max_length}. Leave it out for 1024."
         if not self.corpus_mb > 0:
-            raise ConfigError(f"corpus_mb must be above 0, got {self.corpus_mb}. Leave it out for 8.")
+            yield f"corpus_mb must be above 0, got {self.corpus_mb}. Leave it out for 8."
         if self.embedded_corpus is not None and self.embedded_corpus not in CORPORA:
-            raise ConfigError(unknown_name("embedded_corpus", self.embedded_corpus, CORPORA))
+            yield unknown_name("embedded_corpus", self.embedded_corpus, CORPORA)
         if self.train_file is not None and self.embedded_corpus is not None:
-            raise ConfigError(
+            yield (
                 f"train_file is {self.train_file!r} and embedded_corpus is {self.embedded_corpus!r}, but a job reads "
                 "one of them. Remove one, or set it to null."
             )
         if self.train_file is None and self.embedded_corpus is None:
-            raise ConfigError(
+            yield (
                 "There is nothing to train on: neither train_file nor embedded_corpus is set. Set train_file to a "
                 f"{', '.join(FORMATS)} file, or embedded_corpus to python_stdlib."
             )
         for key in ("train_file", "eval_file"):
             if (name := getattr(self, key)) is not None:
-                check_file(key, name)
+                yield from _file_mistakes(key, name)
 
 
 class Row(NamedTuple):
@@ -96,14 +99,18 @@ def check_file(key: str, name: str) -> None:
     Raises:
         ConfigError: as said.
     """
+    refuse(_file_mistakes(key, name))
+
+
+def _file_mistakes(key: str, name: str) -> Iterator[str]:
     path = Path(name).expanduser()
     if not path.is_file():
         beside = [p.name for p in path.parent.iterdir() if p.suffix in FORMATS] if path.parent.is_dir() else []
         near = nearest(path.name, beside)
         hint = f" Did you mean {str(path.parent / near)!r}?" if near else " Check the path."
-        raise ConfigError(f"{key} {name!r} {'is a folder, not a file' if path.is_dir() else 'does not exist'}.{hint}")
-    if path.suffix not in FORMATS:
-        raise ConfigError(
+        yield f"{key} {name!r} {'is a folder, not a file' if path.is_dir() else 'does not exist'}.{hint}"
+    elif path.suffix not in FORMATS:
+        yield (
             f"{key} {name!r} ends in {path.suffix!r}, and the formats known are {', '.join(FORMATS)}. Convert it to "
             "one of them."
         )

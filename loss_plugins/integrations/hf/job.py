@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import ProgressCallback
 
-from ...config import WITHOUT_FILTER
+from ...config import WITHOUT_FILTER, LossConfig
 from ...device import DeviceProfile
 from ...diagnostics.environment import versions
 from ...diagnostics.memory import has_counters
@@ -91,18 +91,14 @@ def run(args: LossPluginArguments, model: ModelArguments, data: DataArguments, j
             f"strategies asks for {len(names)}. Set loss_strategy in place of strategies."
         )
     refuse_what_a_cpu_leaves_out(args.device)
-    options = _options_of(names, args.loss_config().loss_options)
-    material = _prepare(args, model, data, options)
+    settings = settings_of(names, args.loss_config())
+    material = _prepare(args, model, data, {name: own["loss_options"] for name, own in settings.items()})
     results, batches = {}, []
     for name in names:
         own = args
         if job.strategies:
             folder = Path(str(args.output_dir)) / re.sub(r"[^\w.-]", "_", name)
-            changes: dict[str, Any] = {"loss_strategy": name, "output_dir": str(folder), "loss_options": options[name]}
-            statistics = args.loss_config().loss_statistics
-            if name in WITHOUT_FILTER and statistics:
-                changes["loss_statistics"] = [each for each in statistics if each != "dropped"] or None
-            own = replace(args, **changes)
+            own = replace(args, output_dir=str(folder), **settings[name])
         label = name if job.strategies else None
         try:
             results[name], batch = _train(own, model, data, material, cache=_cache(args), label=label)
@@ -142,6 +138,22 @@ def _widths(config: Any) -> dict[str, int]:
 def _remove_empty(folder: Path) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def settings_of(names: Sequence[str], config: LossConfig) -> dict[str, dict[str, Any]]:
+    """For each strategy the settings that are not all's.
+
+    Raises:
+        ConfigError: see `_options_of`.
+    """
+    options = _options_of(names, config.loss_options)
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        statistics = config.loss_statistics
+        if name in WITHOUT_FILTER and statistics:
+            statistics = [each for each in statistics if each != "dropped"] or None
+        found[name] = {"loss_strategy": name, "loss_options": options[name], "loss_statistics": statistics}
+    return found
 
 
 def _options_of(names: Sequence[str], asked: Mapping[str, Any] | None) -> dict[str, dict[str, Any] | None]:

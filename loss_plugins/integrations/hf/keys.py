@@ -53,12 +53,15 @@ def mistakes(values: Mapping[str, Any]) -> tuple[list[str], LossConfig]:
     name, options = values.get("loss_strategy"), values.get("loss_options")
     strategy = {"loss_strategy": name} if isinstance(name, str) else {}
     parts = [{**strategy, key: value} for key, value in values.items() if key != "loss_options"]
+    good = dict(values)
     if isinstance(options, Mapping) and not _refusal(strategy):
-        parts += [{**strategy, "loss_options": {option: value}} for option, value in options.items()]
+        each = {option: {**strategy, "loss_options": {option: value}} for option, value in options.items()}
+        parts += each.values()
+        good["loss_options"] = {option: options[option] for option, part in each.items() if not _refusal(part)}
     parts += [{**strategy, **dict(pair)} for pair in itertools.combinations(values.items(), 2)]
-    said = dict.fromkeys(each for part in [*parts, values] if (each := _refusal(part)))
+    said = dict.fromkeys(sentence for part in [*parts, values] if (sentence := _refusal(part)))
     well: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in good.items():
         try:
             LossConfig.of({**well, key: value})
         except ConfigError:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, MissingDependencyError, nearest, unknown_name
+from ...errors import ConfigError, MissingDependencyError, nearest, refuse, unknown_name
 from .corpus import fingerprint, train_tokenizer
 from .launch import tensor_parallel_size
 
@@ -56,23 +56,26 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
+        refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[str]:
         if (self.model_name_or_path is None) == (self.model_config is None):
-            raise ConfigError(
+            yield (
                 "Both model_name_or_path and model_config are set. Remove one, or set it to null."
                 if self.model_config is not None
                 else "There is no model: neither model_name_or_path nor model_config is set. Set one of them."
             )
         if self.dtype not in DTYPES:
-            raise ConfigError(unknown_name("dtype", self.dtype, DTYPES))
+            yield unknown_name("dtype", self.dtype, DTYPES)
         if self.lora_r is None:
             for key in ("lora_alpha", "lora_dropout", "lora_target_modules"):
                 if getattr(self, key):
-                    raise ConfigError(
+                    yield (
                         f"{key} is set to {getattr(self, key)!r}, but lora_r is not, and without it all weights train. "
                         "Set lora_r, for example to 8, or remove the key."
                     )
         elif self.lora_r < 1 or not 0 <= self.lora_dropout < 1:
-            raise ConfigError(
+            yield (
                 f"lora_r must be at least 1 and lora_dropout in [0, 1), got {self.lora_r} and {self.lora_dropout}. Set "
                 "lora_r to null for no LoRA."
             )
@@ -105,10 +108,9 @@ def _new_config(settings: dict[str, Any]) -> Any:
         raise ConfigError(f"{unknown} It must be one of transformers' causal language models.")
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
-    for key in settings:
-        if not hasattr(default, key):
-            settable = [k for k in default.to_dict() if not k.startswith("_")]
-            raise ConfigError(f"{_short_unknown(f'setting of model_config for {model_type!r}:', key, settable)}")
+    settable = [key for key in default.to_dict() if not key.startswith("_")]
+    kind = f"setting of model_config for {model_type!r}:"
+    refuse(_short_unknown(kind, key, settable) for key in settings if not hasattr(default, key))
     try:
         return AutoConfig.for_model(model_type, **settings)
     except Exception as error:  # each family checks in its own way
