@@ -59,6 +59,15 @@ def test_plan_says_what_auto_would_choose(invoke: Any, rows: int, vocab: int, ch
     text = invoke(*words).output
     assert f"auto on cpu: {chosen}" in text
     assert "100%" in text
+    assert f"gradients included: {rows} tokens, hidden 64, vocabulary {vocab}, bf16" in text
+    assert all(word in text for word in ("--rows", "--hidden", "--vocab", "--dtype", "loss-plugins estimate"))
+
+
+def test_plan_alone_is_of_a_usual_head(invoke: Any) -> None:
+    result = invoke("plan", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert (found["rows"], found["hidden"], found["vocab"], found["dtype"]) == (8192, 4096, 128_256, "bf16")
 
 
 @pytest.mark.parametrize(
