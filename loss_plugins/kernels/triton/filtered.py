@@ -39,7 +39,7 @@ from ._common import (
     softmax_gradient,
     transform,
 )
-from .marks import MARKED_ROWS, Lists, place_in_tile
+from .marks import MARKED_ROWS, Lists, place_of, place_words
 
 
 @triton.jit(do_not_specialize=["blocks", "i_round", "R"])
@@ -219,12 +219,17 @@ def _dw_kernel(
         slot = i_t.to(tl.int64) * blocks
         n_live = tl.load(live + i_t)
         b_out = tl.zeros((128, BLOCK_H), tl.float32)
+        next_b, next_base = tl.load(block_of + slot), tl.load(base + slot)
+        next_word, next_before = place_words(bits, slot, o_c)
         for i_step in range(n_live * STEPS):
-            i_live = i_step // STEPS
-            i_b = tl.load(block_of + slot + i_live)
-            m_c, b_place = place_in_tile(bits, slot + i_live, o_c)
+            # where the next step reads is looked up now: the products would wait for an address that waits for loads
+            i_b, i_base, b_word, b_before = next_b, next_base, next_word, next_before
+            i_slot = slot + tl.minimum((i_step + 1) // STEPS, n_live - 1)
+            next_b, next_base = tl.load(block_of + i_slot), tl.load(base + i_slot)
+            next_word, next_before = place_words(bits, i_slot, o_c)
+            m_c, b_place = place_of(b_word, b_before, o_c)
             o_k = i_step % STEPS * BLOCK_K + tl.arange(0, BLOCK_K)
-            o_vector = (tl.load(base + slot + i_live) + b_place).to(tl.int64)
+            o_vector = (i_base + b_place).to(tl.int64)
             b_dz = tl.load(dz + o_vector[:, None] * 128 + o_k[None, :], mask=m_c[:, None], other=0.0)
             if TMA:
                 b_x = hidden.load([i_b * 128 + i_step % STEPS * BLOCK_K, i_item % strips * BLOCK_H])
@@ -273,7 +278,7 @@ def add_filtered(
     sums = torch.empty(most_chunks, MARKED_ROWS, dtype=torch.float32, device=packed.device)
     mean = mean_row(weight) if d_hidden is not None else packed
     common = {"DTYPE": compute_dtype(packed.dtype), "PRECISION": precision(packed, packed.dtype)}
-    programs = processors(packed.device) * (1 if bulk else 2)
+    programs = processors(packed.device) * 2
     for i_round in range(lists.rounds):
         if i_round > 0 and seen.rounds() <= i_round:
             break

@@ -350,13 +350,23 @@ def _tile_kernel(
 @triton.jit
 def place_in_tile(bits, slot, o_c):
     """(whether a column of a tile counts for a block, its place among those that do), from `_tile_kernel`'s words."""
-    b_word = tl.load(bits + slot * 8 + o_c // 32)
+    b_word, b_before = place_words(bits, slot, o_c)
+    return place_of(b_word, b_before, o_c)
+
+
+@triton.jit
+def place_words(bits, slot, o_c):
+    """What `place_of` needs, for who reads it earlier."""
+    return tl.load(bits + slot * 8 + o_c // 32), tl.load(bits + slot * 8 + 4 + o_c // 32)
+
+
+@triton.jit
+def place_of(b_word, b_before, o_c):
     b_below = b_word & ((1 << (o_c % 32)) - 1)
     b_below = b_below - ((b_below >> 1) & 0x55555555)
     b_below = (b_below & 0x33333333) + ((b_below >> 2) & 0x33333333)
     b_below = (b_below + (b_below >> 4)) & 0x0F0F0F0F
-    b_place = tl.load(bits + slot * 8 + 4 + o_c // 32) + ((b_below * 0x01010101) >> 24)
-    return ((b_word >> (o_c % 32)) & 1) == 1, b_place
+    return ((b_word >> (o_c % 32)) & 1) == 1, b_before + ((b_below * 0x01010101) >> 24)
 
 
 @triton.jit(do_not_specialize=["blocks", "R"])

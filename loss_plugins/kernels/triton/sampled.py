@@ -34,6 +34,7 @@ from ._common import (
     logits_tile,
     on,
     precision,
+    processors,
     softmax_gradient,
     transform,
 )
@@ -56,12 +57,13 @@ def _sample_dz_kernel(
     words,  # (blocks, >= W) int32
     shift,  # () int64
     count,  # () int64
-    out,  # (N, O * tiles * BLOCK_V)
+    out,  # (N, O * tiles * BLOCK_V) descriptor or pointer
     sums,  # (O * tiles, N) float32: sums over a tile's columns of eq. (5), zeros where no row counts
     N,
     first,  # first word of the slice
     C,  # words of the slice
     tiles,
+    programs,
     words_row,
     hidden_row,
     hidden_col,
@@ -83,37 +85,52 @@ def _sample_dz_kernel(
 ):
     """dZ of what the marks leave out of a block's share of the columns, ``APART`` times."""
     OWN: tl.constexpr = 32 // APART
-    i_tile = tl.program_id(0) % (OWN * tiles)
-    i_b = tl.program_id(0) // (OWN * tiles)
     n = tl.load(count).to(tl.int32)
-    if i_b * 128 >= n:
-        return
-    i_o = ((i_b + tl.load(shift)) % APART).to(tl.int32) + i_tile // tiles * APART
-    o_r = tl.arange(0, 128)
-    o_n = i_b * 128 + o_r
-    m_n = o_n < n
-    o_c = i_tile % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
-    m_v = o_c < C
-    o_v = (first + o_c) * 32 + i_o
-    if TMA:
-        b_z = tl.zeros((128, BLOCK_V), tl.float32)
-        for i_h in range(0, H, BLOCK_H):
-            # past the end of a hidden state are zeros, so what is read of the next column does not matter
-            b_w = weight.load([first + i_tile % tiles * BLOCK_V, i_o * H + i_h])
-            b_z = tl.dot(hidden.load([i_b * 128, i_h]).to(DTYPE), b_w.to(DTYPE).T, b_z)
-    else:
-        b_z = logits_tile(
-            hidden + o_n.to(tl.int64)[:, None] * hidden_row, weight + o_v.to(tl.int64)[None, :] * weight_row,
-            hidden_col, weight_col, 0, 0, m_n, m_v, H, 128, BLOCK_V, BLOCK_H, DTYPE, PRECISION, False,
-        )  # fmt: skip
-    b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-    b_dz = softmax_gradient(b_z, lse, coef_p, coef_label, labels, o_n, m_n, o_v, FAST)
-    b_word = tl.load(words + i_b.to(tl.int64) * words_row + first + o_c, mask=m_v, other=-1)
-    b_dz = tl.where(((b_word >> i_o) & 1)[None, :] == 1, 0.0, b_dz * APART)
-    tl.store(sums + i_tile.to(tl.int64) * N + o_n, tl.sum(b_dz, 1), mask=m_n)
-    b_dz = before_transform(b_dz, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
-    p_out = out + o_n.to(tl.int64)[:, None] * (OWN * tiles * BLOCK_V) + i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=(o_n < N)[:, None])
+    height = tl.cdiv(n, 128)
+    shares = OWN * tiles
+    i_shift = (tl.load(shift) % APART).to(tl.int32)
+    for i_item in tl.range(tl.program_id(0), height * shares, programs, flatten=TMA):
+        i_b, i_tile = _block_and_tile(i_item, height, shares, APART)
+        i_o = (i_b + i_shift) % APART + i_tile // tiles * APART
+        o_n = i_b * 128 + tl.arange(0, 128)
+        m_n = o_n < n
+        o_c = i_tile % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
+        m_v = o_c < C
+        o_v = (first + o_c) * 32 + i_o
+        if TMA:
+            b_z = tl.zeros((128, BLOCK_V), tl.float32)
+            for i_h in range(0, H, BLOCK_H):
+                # past the end of a hidden state are zeros, so what is read of the next column does not matter
+                b_w = weight.load([first + i_tile % tiles * BLOCK_V, i_o * H + i_h])
+                b_z = tl.dot(hidden.load([i_b * 128, i_h]).to(DTYPE), b_w.to(DTYPE).T, b_z)
+        else:
+            b_z = logits_tile(
+                hidden + o_n.to(tl.int64)[:, None] * hidden_row, weight + o_v.to(tl.int64)[None, :] * weight_row,
+                hidden_col, weight_col, 0, 0, m_n, m_v, H, 128, BLOCK_V, BLOCK_H, DTYPE, PRECISION, False,
+            )  # fmt: skip
+        b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+        b_dz = softmax_gradient(b_z, lse, coef_p, coef_label, labels, o_n, m_n, o_v, FAST)
+        b_word = tl.load(words + i_b.to(tl.int64) * words_row + first + o_c, mask=m_v, other=-1)
+        b_dz = tl.where(((b_word >> i_o) & 1)[None, :] == 1, 0.0, b_dz * APART)
+        tl.store(sums + i_tile.to(tl.int64) * N + o_n, tl.sum(b_dz, 1), mask=m_n)
+        b_dz = before_transform(b_dz, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        if TMA:
+            out.store([i_b * 128, i_tile * BLOCK_V], b_dz.to(out.dtype))
+        else:
+            p_out = out + o_n.to(tl.int64)[:, None] * (shares * BLOCK_V) + i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
+            tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=(o_n < N)[:, None])
+
+
+@triton.jit
+def _block_and_tile(i_item, height, shares, APART: tl.constexpr):
+    """Blocks that take the same columns do so one after the other, while these are in the cache."""
+    full = height // APART
+    more = height % APART  # places with a block more than `full`
+    i_less = i_item - more * (full + 1) * shares
+    turns = tl.where(i_less < 0, full + 1, tl.maximum(full, 1))
+    i_place = tl.where(i_less < 0, i_item, i_less)
+    i_first = i_place // (turns * shares) + tl.where(i_less < 0, 0, more)
+    return i_first + i_place % turns * APART, i_place % (turns * shares) // turns
 
 
 @triton.jit(do_not_specialize=["N", "first", "C", "tiles"])
@@ -183,7 +200,7 @@ def _sample_dw_kernel(
     shift,  # () int64
     count,  # () int64
     factor,  # () float32
-    out,  # (V, H)
+    out,  # (V, H), or descriptor of (W, 32 H)
     N,
     first,
     C,
@@ -199,6 +216,7 @@ def _sample_dw_kernel(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
 ):
     """``dZ.T @ X`` of a tile of columns, over the blocks that take it, stored; one program owns a tile."""
     OWN: tl.constexpr = 32 // APART
@@ -230,11 +248,14 @@ def _sample_dw_kernel(
             p_x = hidden + o_n.to(tl.int64)[:, None] * hidden_row + o_h[None, :] * hidden_col
             b_x = tl.load(p_x, mask=m_n[:, None] & m_h[None, :], other=0.0)
         b_out = tl.dot(b_dz.to(DTYPE).T, b_x.to(DTYPE), b_out, input_precision=PRECISION)
-    o_v = ((first + o_c) * 32 + i_o).to(tl.int64)
     b_out *= tl.load(factor)
-    tl.store(
-        out + o_v[:, None] * H + o_h[None, :], b_out.to(out.dtype.element_ty), mask=(o_c < C)[:, None] & m_h[None, :]
-    )
+    if TMA_OUT:
+        # past the end of the slice, what the next slice will store
+        out.store([first + i_c, i_o * H + i_h], b_out.to(out.dtype))
+    else:
+        o_v = ((first + o_c) * 32 + i_o).to(tl.int64)
+        p_out = out + o_v[:, None] * H + o_h[None, :]
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=(o_c < C)[:, None] & m_h[None, :])
 
 
 def add_sample(
@@ -258,33 +279,40 @@ def add_sample(
     weight = gathered(weight, packed.dtype)
     bulk = has_bulk_copies(packed.device) and weight.dtype == packed.dtype and weight.is_contiguous()
     bulk = bulk and is_bulk_readable(packed) and is_bulk_readable(weight)
-    # three products of about the same tiles as dZ's
-    blocks = blocks_for(max(rows, 2 * MARKED_ROWS), packed.dtype, bulk, kernel="dz", device=packed.device)
-    block, depth = blocks.v, min(blocks.h, 128 // weight.dtype.itemsize)
+    sizes = max(rows, 2 * MARKED_ROWS), packed.dtype, bulk
+    blocks = blocks_for(*sizes, kernel="dz", device=packed.device)
+    # dW: few products and much to store, so that two programs share a processor
+    small = blocks_for(*sizes, kernel="filtered_dx", device=packed.device)
+    block, depth = blocks.v, min(blocks.h, small.h, 128 // weight.dtype.itemsize)
     common: dict[str, Any] = {
         "H": width, "APART": apart, "BLOCK_V": block, "DTYPE": compute_dtype(packed.dtype),
-        "PRECISION": precision(packed, packed.dtype), "num_warps": blocks.warps, "num_stages": blocks.stages,
+        "PRECISION": precision(packed, packed.dtype),
     }  # fmt: skip
+    launch = {"num_warps": blocks.warps, "num_stages": blocks.stages}
     most = max(SAMPLE_BYTES // (rows * own * packed.element_size() * block), 1) * block  # words of a slice
     most = min(most, max(triton.cdiv(whole, block), 1) * block)
     dz = packed.new_empty(rows, own * most)
     taken = torch.zeros(rows, dtype=torch.float32, device=packed.device)
     as_words = weight[: whole * 32].view(whole, 32 * width) if bulk else weight
     strips = triton.cdiv(width, block)
+    store_bulk = bulk and width % small.v == 0 and d_weight is not None and d_weight.dtype == packed.dtype
+    d_words = d_weight[: whole * 32].view(whole, 32 * width) if store_bulk else d_weight
     for first in range(0, whole, most):
         wide = min(most, whole - first)
         tiles = triton.cdiv(wide, block)
         part = dz.view(-1)[: rows * own * tiles * block].view(rows, -1)
         sums = torch.zeros(own * tiles, rows, dtype=torch.float32, device=packed.device)
         with on(packed.device):
-            _sample_dz_kernel[(height * own * tiles,)](
+            programs = min(height * own * tiles, processors(packed.device) if bulk else 1 << 20)
+            _sample_dz_kernel[(programs,)](
                 descriptor(packed, [MARKED_ROWS, depth]) if bulk else packed,
                 descriptor(as_words, [block, depth]) if bulk else weight,
-                bias if bias is not None else packed, *row_data[:4], words, shift, count, part, sums, rows, first, wide,
-                tiles, words.stride(0), packed.stride(0), packed.stride(1), weight.stride(0), weight.stride(1),
+                bias if bias is not None else packed, *row_data[:4], words, shift, count,
+                descriptor(part, [MARKED_ROWS, block]) if bulk else part, sums, rows, first, wide, tiles, programs,
+                words.stride(0), packed.stride(0), packed.stride(1), weight.stride(0), weight.stride(1),
                 float(scale), float(softcap), BLOCK_H=depth, TMA=bulk, HAS_BIAS=bias is not None,
                 HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0, FAST=fast_exp(packed.device, packed.dtype),
-                **common,
+                **common, **launch,
             )  # fmt: skip
             if d_hidden is not None:
                 add_bulk = bulk and not INTERPRETED  # the interpreter's copies cannot add
@@ -293,14 +321,15 @@ def add_sample(
                     descriptor(part, [MARKED_ROWS, depth]) if add_bulk else part, shift, count,
                     descriptor(d_hidden, [MARKED_ROWS, block // 2]) if add_bulk else d_hidden, rows, first, wide, tiles,
                     weight.stride(0), weight.stride(1), BLOCK_H=block, BLOCK_K=depth, TMA=add_bulk, **common,
+                    **launch,
                 )  # fmt: skip
             if d_weight is not None:
-                _sample_dw_kernel[(32 * tiles * (block // 128) * strips,)](
-                    descriptor(packed, [depth, block]) if bulk else packed,
-                    descriptor(part, [depth, 128]) if bulk else part, shift, count, unit, d_weight, rows, first, wide,
-                    tiles, packed.stride(0), packed.stride(1), BLOCK_C=128, BLOCK_H=block, BLOCK_K=depth,
-                    TMA=bulk,
-                    **common,
+                _sample_dw_kernel[(32 * tiles * (block // 128) * triton.cdiv(width, small.v),)](
+                    descriptor(packed, [depth, small.v]) if bulk else packed,
+                    descriptor(part, [depth, 128]) if bulk else part, shift, count, unit,
+                    descriptor(d_words, [128, small.v]) if store_bulk else d_weight, rows, first, wide, tiles,
+                    packed.stride(0), packed.stride(1), BLOCK_C=128, BLOCK_H=small.v, BLOCK_K=depth, TMA=bulk,
+                    TMA_OUT=store_bulk, **common, num_warps=small.warps, num_stages=3,
                 )  # fmt: skip
         taken += sums.sum(0)
     if d_weight is not None:
