@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from loss_plugins import patch_model
 from loss_plugins.integrations.hf.loading import ModelArguments, load_config, load_model
+from loss_plugins.testing import leave_group
 
 
 def sharded(model: Any) -> Any:
@@ -66,11 +67,7 @@ def main(folder: str) -> None:
     }  # fmt: skip
     if rank == 0:
         print("FOUND " + json.dumps(found), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    # on a busy machine torch's own threads sometimes abort an interpreter that ends at the same time
-    sys.stdout.flush()
-    os._exit(0)
+    leave_group()
 
 
 if __name__ == "__main__":

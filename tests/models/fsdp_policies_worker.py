@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from loss_plugins import LossConfig, patch_model
 from loss_plugins.models.conformance.double import all_double
 from loss_plugins.models.patch import find_handle
+from loss_plugins.testing import leave_group
 
 STRATEGIES = ("naive", "chunked", "flce", "cce", "auto")
 CHUNKS = {"chunked": {"workspace_mb": 0.004}, "flce": {"workspace_mb": 0.004}}
@@ -283,11 +283,7 @@ def main(path: str, rank: int) -> None:
         say(f"fifty {kind} {strategy}", fifty_steps(kind, strategy))
     for kind in ("fsdp2", "fsdp1"):
         say(f"checkpoints {kind}", checkpoints(kind, str(Path(path).parent)))
-    dist.barrier()
-    dist.destroy_process_group()
-    # on a busy machine torch's own threads sometimes abort an interpreter that ends at the same time
-    sys.stdout.flush()
-    os._exit(0)
+    leave_group()
 
 
 if __name__ == "__main__":

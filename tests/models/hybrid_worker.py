@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 import warnings
 from typing import Any
@@ -22,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from loss_plugins import patch_model
 from loss_plugins.models.conformance.double import all_double
+from loss_plugins.testing import leave_group
 
 CASES = [
     *((way, place, strategy) for way in ("dtensor", "torch") for place in ("root", "own") for strategy in ("cce", "chunked")),
@@ -76,10 +76,7 @@ def main(path: str, rank: int) -> None:
         result = run(*case)
         if rank == 0:
             print(json.dumps({"case": ", ".join(case), **result}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    # on a busy machine torch's own threads sometimes abort an interpreter that ends at the same time
-    os._exit(0)
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from loss_plugins import patch_model
 from loss_plugins.models.conformance.double import all_double
 from loss_plugins.models.patch import find_handle
+from loss_plugins.testing import leave_group
 
 SAVED = ("fsdp2 root cce", "fsdp2 own late cce", "fsdp1 root cce", "fsdp1 own cce", "ddp cce", "fsdp2 tied")
 
@@ -206,10 +206,7 @@ def main(folder: str) -> None:
     run("fsdp2 empty", lambda m: fsdp2(m, "cce", own=True, late=False), empty=True)
     run("fsdp1 empty", lambda m: fsdp1(m, "cce", own=False, late=False), empty=True)
     run("fsdp2 bf16", lambda m: fsdp2(m.float(), "cce", own=False, late=False, half=True))
-    dist.destroy_process_group()
-    # on a busy machine torch's own threads sometimes abort an interpreter that ends at the same time
-    sys.stdout.flush()
-    os._exit(0)
+    leave_group()
 
 
 if __name__ == "__main__":
