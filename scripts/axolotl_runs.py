@@ -380,6 +380,7 @@ def main(
         "device": f"{ranks} x {name or device}", "environment": facts, "settings": settings, "notes": notes,
         "rows": rows,
     }  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run in progress is ended too
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         jobs = Jobs(Path(folder), settings)
