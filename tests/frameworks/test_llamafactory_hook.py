@@ -144,3 +144,19 @@ def test_without_llamafactory_the_command_says_so(monkeypatch: pytest.MonkeyPatc
     result = CliRunner().invoke(app, ["llamafactory", "train", "sft.yaml"])
     assert result.exit_code == 2
     assert "pip install llamafactory" in result.stderr
+
+
+@pytest.mark.parametrize("value", ["1", "True", "y"])
+def test_their_other_trainers_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("USE_V1", value)
+    result = CliRunner().invoke(app, ["llamafactory", "train", "sft.yaml"])
+    assert result.exit_code == 2
+    told = " ".join(result.output.split())
+    assert f"USE_V1={value} is in the environment" in told
+    assert "Unset USE_V1" in told
+
+
+@pytest.mark.parametrize("value", ["", "0", "false"])
+def test_v1_that_is_off_is_not_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("USE_V1", value)
+    assert run.refuse_v1() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import yaml
 
 from ...config import LossConfig
-from ...errors import MissingDependencyError, refuse
+from ...errors import MissingDependencyError, UnsupportedError, refuse
 from ..hf.callback import LossPluginCallback
 from ..hf.keys import checked_config, own_keys, switched_on
 from ..hf.log_probs import additions, serve_loss_func, serve_trainer
@@ -36,7 +37,9 @@ def train(config: str, overrides: Sequence[str] = ()) -> None:
     Raises:
         ConfigError: a loss setting is wrong, or the file asks for what a loss strategy cannot be combined with.
         MissingDependencyError: LLaMA-Factory is not installed.
+        UnsupportedError: the environment asks for LLaMA-Factory's other trainers.
     """
+    refuse_v1()
     try:
         from llamafactory.hparams import read_args
         from llamafactory.train.tuner import run_exp
@@ -55,6 +58,22 @@ def train(config: str, overrides: Sequence[str] = ()) -> None:
             run_exp(arguments, [callback])  # where the hook is installed too, it finds no key of ours any more
     finally:
         sys.argv = before
+
+
+def refuse_v1() -> None:
+    """`llamafactory-cli` would run other trainers, which know other keys; the same file cannot be meant for both.
+
+    Raises:
+        UnsupportedError: `USE_V1` is on, in the words that LLaMA-Factory takes for it.
+    """
+    value = os.environ.get("USE_V1", "")
+    if value.lower() in ("1", "true", "y"):
+        raise UnsupportedError(
+            f"USE_V1={value} is in the environment, which asks for LLaMA-Factory's v1 trainers, and `loss-plugins "
+            "llamafactory train` runs those of v0: v1 has a loop of its own that takes no callbacks and computes its "
+            "loss from whole logits, and it still changes between releases. Unset USE_V1 and give a file of v0's keys, "
+            "or run `USE_V1=1 llamafactory-cli sft` without our loss_ keys."
+        )
 
 
 def wrapped(run_exp: Callable[..., Any], read_args: Callable[..., Arguments]) -> Callable[..., Any]:
