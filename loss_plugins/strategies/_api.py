@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..kernels._rows import accumulator
 from ._base import LossOutput, RowLoss, Rows
 from ._select import profile_of, select_on
@@ -116,6 +117,11 @@ def linear_cross_entropy_stats(
     `linear_log_probs` for gradients of single tokens.
     """
     vocab = None
+    if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
+        raise ConfigError(
+            f"vocab_parallel must say which rows of the head this process holds, got {vocab_parallel!r}. Pass "
+            "VocabParallel(start, stop) or VocabParallel.even(vocab), or leave it out."
+        )
     if vocab_parallel is not None and isinstance(weight, Tensor) and type(weight).__name__ != "DTensor":
         vocab = vocab_parallel.whole_vocab(weight)
         hidden = vocab_parallel.whole_sequence(hidden, labels)

@@ -80,7 +80,7 @@ def check_kernels(value: Any, known: Sequence[str] = KERNELS) -> None:
     if value in known:
         return
     belongs = {"native": "naive and cce", "triton": "flce and cce", "ascend": "flce and cce", "auto": "flce and cce"}
-    if value in belongs:
+    if isinstance(value, str) and value in belongs:
         raise ConfigError(
             f"kernels: {value} was asked for, which only strategies {belongs[value]} have. Here it can be "
             f"{', '.join(known)}; or name one of those strategies."

@@ -206,7 +206,9 @@ def _check_head(hidden: Tensor, weight: Tensor | None) -> None:
 
 
 def _check_labels(hidden: Tensor, labels: Tensor, token_weight: Tensor | None, subject: str) -> None:
-    integral = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
+    integral = isinstance(labels, Tensor) and not (
+        labels.is_floating_point() or labels.is_complex() or labels.is_nested
+    )
     if not integral or labels.dtype == torch.bool:
         raise ConfigError(
             f"labels must be an integer tensor, got {_what(labels)}. Class probabilities are not supported; "
@@ -281,14 +283,25 @@ def _check_items(value: int | float | Tensor | None, reduction: str, device: tor
             raise ConfigError(
                 f"num_items_in_batch must be a number or a tensor of one element, got shape {tuple(value.shape)}."
             )
-        return value.detach().to(device, non_blocking=True)
+        if value.dtype == torch.bool or value.is_complex():
+            raise ConfigError(f"num_items_in_batch must hold a number of tokens, got {_what(value)}. Pass their sum.")
+        value = value.detach()
+        # 0 is what a batch without any label counts; on an accelerator the host must not look
+        if value.device.type == "cpu" and not torch.compiler.is_compiling() and not 0 <= value.item() < math.inf:
+            raise ConfigError(
+                f"num_items_in_batch must be a finite number of 0 or more, got a tensor that holds {value.item()!r}. "
+                "Leave it out for the mean over tokens."
+            )
+        return value.to(device, non_blocking=True)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(
             f"num_items_in_batch must be an int, a float or a tensor of one element, got {value!r}. Convert it, or "
             "leave it out for the mean over tokens."
         )
-    if not value > 0:
-        raise ConfigError(f"num_items_in_batch must be above 0, got {value!r}. Leave it out for the mean over tokens.")
+    if not 0 < value < math.inf:
+        raise ConfigError(
+            f"num_items_in_batch must be above 0 and finite, got {value!r}. Leave it out for the mean over tokens."
+        )
     # full, not tensor: a fill is launched, a copy from the host would be waited for
     dtype = torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
     return torch.full((), float(value), device=device, dtype=dtype)
@@ -304,10 +317,12 @@ def _compute_dtype(hidden: Tensor, weight: Tensor | None) -> torch.dtype:
 
 def _is_plain_float(value: object) -> bool:
     """Whether ``value`` is a tensor that can be multiplied as it is; 8-bit floats mean nothing without their scales."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize >= 2
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize >= 2 and not value.is_nested
 
 
 def _what(value: object) -> str:
+    if isinstance(value, Tensor) and value.is_nested:
+        return "a nested tensor, which has no single shape: pad it, or pass its rows one after another (values())"
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)} on {value.device}"
     return type(value).__name__

@@ -60,6 +60,8 @@ class VocabParallel:
     _agreed: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.vocab is not None:
+            _check_vocab(self.vocab)
         bounds = (self.start, self.stop)
         is_whole = all(isinstance(n, int) and not isinstance(n, bool) for n in bounds)
         if not is_whole or not 0 <= self.start < self.stop or (self.vocab is not None and self.stop > self.vocab):
@@ -71,6 +73,7 @@ class VocabParallel:
     @classmethod
     def even(cls, vocab: int, group: Any = None, *, sequence_axis: int | None = None) -> VocabParallel:
         """This process's part where all but the last are of one size, as ``torch.chunk`` and DTensor cut."""
+        _check_vocab(vocab)
         rank, world = _place(group)
         size = -(-vocab // world)
         return cls(min(rank * size, vocab), min((rank + 1) * size, vocab), group, sequence_axis, vocab)
@@ -361,6 +364,14 @@ def _sum_of_parts(parts: list[list[int]]) -> int:
             "the rows that follow those of another, as VocabParallel.even does."
         )
     return stop
+
+
+def _check_vocab(vocab: object) -> None:
+    if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
+        raise ConfigError(
+            f"vocab must be how many classes all processes have together, got {vocab!r}. Leave it out of "
+            "VocabParallel(start, stop), and the processes tell each other."
+        )
 
 
 def _up_to(vocab: int | None) -> str:

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from loss_plugins import LossConfig, linear_cross_entropy, linear_cross_entropy_stats
+from loss_plugins import LossConfig, VocabParallel, linear_cross_entropy, linear_cross_entropy_stats
 from loss_plugins.config import WITHOUT_FILTER
 from loss_plugins.errors import ConfigError, LossPluginError, UnsupportedError
 from loss_plugins.strategies import STRATEGIES, projected_cross_entropy_stats
 
 HIDDEN, WEIGHT = torch.randn(6, 8), torch.randn(17, 8)
 LABELS = torch.arange(6)
+NESTED = torch.nested.nested_tensor([HIDDEN[:2], HIDDEN[2:]], layout=torch.jagged)
+NESTED_LABELS = torch.nested.nested_tensor([LABELS[:2], LABELS[2:]], layout=torch.jagged)
 
 
 def call(hidden=HIDDEN, weight=WEIGHT, labels=LABELS, **kwargs):
@@ -78,7 +80,19 @@ CASES = {
     "workspace without end": ({"strategy": "cce", "options": {"workspace_mb": float("inf")}}, r"mebibytes above 0, got inf"),
     "preset a list": ({"strategy": "cce", "options": {"preset": ["cce"]}}, r"Unknown cce preset"),
     "items with sum": ({"num_items_in_batch": 4, "reduction": "sum"}, r"num_items_in_batch was given with reduction='sum'"),
-    "items zero": ({"num_items_in_batch": 0}, r"num_items_in_batch must be above 0, got 0"),
+    "items zero": ({"num_items_in_batch": 0}, r"num_items_in_batch must be above 0 and finite, got 0"),
+    "items without end": ({"num_items_in_batch": float("inf")}, r"num_items_in_batch must be above 0 and finite, got inf"),
+    "items negative in a tensor": ({"num_items_in_batch": torch.tensor(-5)}, r"must be a finite number of 0 or more.*holds -5"),
+    "items without end in a tensor": ({"num_items_in_batch": torch.tensor([float("inf")])}, r"a tensor that holds inf"),
+    "items nan in a tensor": ({"num_items_in_batch": torch.tensor(float("nan"))}, r"a tensor that holds nan"),
+    "items a mask": ({"num_items_in_batch": torch.tensor(True)}, r"must hold a number of tokens, got bool"),
+    "items complex": ({"num_items_in_batch": torch.tensor(1j)}, r"must hold a number of tokens, got complex64"),
+    "kernels a list": ({"strategy": "cce", "options": {"kernels": ["torch"]}}, r"Unknown value of kernels: \"\['torch'\]\""),
+    "kernels no text": ({"strategy": "flce", "options": {"kernels": True}}, r"Unknown value of kernels: 'True'"),
+    "vocab_parallel a switch": ({"vocab_parallel": True}, r"vocab_parallel must say which rows.*got True\. Pass VocabParallel\("),
+    "vocab_parallel bounds alone": ({"vocab_parallel": (0, 17)}, r"vocab_parallel must say which rows.*got \(0, 17\)"),
+    "hidden nested": ({"hidden": NESTED}, r"hidden must be a floating tensor.*got a nested tensor.*pad it"),
+    "labels nested": ({"labels": NESTED_LABELS}, r"labels must be an integer tensor, got a nested tensor"),
     "items of several elements": ({"num_items_in_batch": torch.ones(2)}, r"one element, got shape \(2,\)"),
     "ignore index no integer": ({"ignore_index": "pad"}, r"ignore_index must be an integer, got 'pad'"),
 }  # fmt: skip
@@ -88,6 +102,20 @@ CASES = {
 def test_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         call(**arguments)
+
+
+@pytest.mark.parametrize("vocab", ["17", 17.0, True, 0, -1])
+def test_a_vocabulary_that_is_no_number(vocab):
+    with pytest.raises(ConfigError, match="vocab must be how many classes all processes have together, got"):
+        VocabParallel(0, 1, vocab=vocab)
+    with pytest.raises(ConfigError, match="vocab must be how many classes all processes have together, got"):
+        VocabParallel.even(vocab)
+
+
+def test_items_of_no_token():
+    """A count of 0 is what a batch without a label has: no token, no loss."""
+    loss = call(labels=torch.full((6,), -100), num_items_in_batch=torch.tensor(0))
+    assert loss == 0
 
 
 def test_an_unknown_field():
