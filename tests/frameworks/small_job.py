@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ POEM = [
     "water, water, everywhere, and all the boards did shrink",
     "tiger tiger burning bright in the forests of the night",
 ]
+
+
+def needs(module: str, framework: str) -> pytest.MarkDecorator:
+    """A mark for tests of a framework: left out where it is not, unless scripts/frameworks.sh installed it for them."""
+    missing = find_spec(module) is None and os.environ.get("LP_FRAMEWORK") != module
+    return pytest.mark.skipif(missing, reason=f"{framework} is not installed: bash scripts/frameworks.sh {module}")
 
 
 def make_model(folder: Path, vocab: int = 320) -> None:
@@ -131,6 +138,26 @@ def assert_same(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None
     assert not any(key.startswith("loss_plugins/") for entry in stock for key in entry)
 
 
+def assert_ten_steps(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
+    """Ten steps that learn something, with the same losses."""
+    assert len(ours) == 10
+    assert stock[-1]["loss"] < stock[0]["loss"]
+    assert_same(ours, stock)
+
+
+def assert_untouched(run: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
+    """The very same losses and gradients, and no number of ours."""
+    for key in ("loss", "grad_norm"):
+        assert [e[key] for e in run] == [e[key] for e in stock]
+    assert not any(key.startswith("loss_plugins/") for entry in run for key in entry)
+
+
+def assert_lower(name: str, ours: float, stock: float) -> None:
+    """A peak that is clearly lower, which is also printed."""
+    print(f"{name}: a training step of {WIDE} classes takes {stock:.1f} MiB stock, {ours:.1f} MiB ours")
+    assert ours < 0.8 * stock
+
+
 def assert_same_in_all(ours: list[dict[str, Any]], stock: list[dict[str, Any]], but: tuple[str, ...] = ()) -> None:
     """Every number that stock logs, but those with one of these words in their key: rewards, log-probabilities and mean
     logits too."""
@@ -147,7 +174,7 @@ WIDE = 32768
 """Classes of a model whose logits are most of what a training step takes."""
 SMALLEST: dict[str, Any] = {"loss_strategy": "cce", "loss_options": {"workspace_mb": 1}}
 METER = """
-import importlib.util, pathlib, sys
+import importlib.metadata, importlib.util, pathlib, sys
 from importlib.abc import MetaPathFinder
 
 
@@ -168,17 +195,18 @@ class Finder(MetaPathFinder):
 
 
 def measure(Trainer):
-    import torch
-    from loss_plugins.diagnostics.memory import PeakMeter
-
     step = Trainer.training_step
 
     def training_step(self, *args, **kwargs):
         Trainer.training_step = step  # the first alone: watching is slow
+        ours = [name for name in sys.modules if name.partition(".")[0] == "loss_plugins"]
+        import torch
+        from loss_plugins.diagnostics.memory import PeakMeter
+
         with PeakMeter(torch.device("cpu")) as meter:
             meter.mark()
             loss = step(self, *args, **kwargs)
-            pathlib.Path("peak.txt").write_text(str(meter.read()))
+            pathlib.Path("peak.txt").write_text("\\n".join([str(meter.read()), *ours]))
         return loss
 
     Trainer.training_step = training_step
@@ -186,18 +214,39 @@ def measure(Trainer):
 
 sys.meta_path.insert(0, Finder())
 """
+UNINSTALLED = """
+discover = importlib.metadata.Distribution.discover
 
 
-def write_meter(folder: Path) -> Path:
-    """A folder for `command`'s paths with which the first training step of any Trainer writes its peak to peak.txt."""
+def discover_others(**kwargs):
+    return (found for found in discover(**kwargs) if not found._path.name.startswith("loss_plugins"))
+
+
+importlib.metadata.Distribution.discover = discover_others
+"""
+
+
+def write_meter(folder: Path, uninstalled: bool = False) -> Path:
+    """A folder for `command`'s paths with which the first training step of any Trainer writes its peak to peak.txt, and
+    which modules of ours were imported before it.
+
+    Args:
+        folder: Is made if it is not there.
+        uninstalled: Also hide that this project is installed, and with it its entry points.
+    """
     folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(METER)
+    (folder / "sitecustomize.py").write_text(METER + (UNINSTALLED if uninstalled else ""))
     return folder
 
 
-def read_peak(folder: Path) -> float:
-    """MiB that the last run's first training step took at its worst, above what lived before it."""
+def read_meter(folder: Path) -> tuple[float, list[str]]:
+    """MiB that the last run's first training step took at its worst, above what lived before it; and our modules."""
     path = folder / "peak.txt"
-    peak = int(path.read_text()) / 2**20
+    peak, *ours = path.read_text().splitlines()
     path.unlink()
-    return peak
+    return int(peak) / 2**20, ours
+
+
+def read_peak(folder: Path) -> float:
+    """The first of the two."""
+    return read_meter(folder)[0]

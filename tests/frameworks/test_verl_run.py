@@ -8,14 +8,13 @@ import copy
 import re
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from small_job import README, ROOT, read_config
+from small_job import README, ROOT, needs, read_config
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +23,8 @@ from loss_plugins.errors import ConfigError, UnsupportedError
 from loss_plugins.kernels import ops
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed: bash scripts/frameworks.sh verl"),
+    pytest.mark.short,
+    needs("verl", "verl"),
     pytest.mark.filterwarnings("default"),  # ray's, tensordict's and verl's own
 ]
 
