@@ -27,7 +27,8 @@ install_axolotl() {
   # it asks for Python 3.12 and runs on 3.11
   install "$1" --ignore-requires-python axolotl==0.21.0 trl==1.14.1
   install "$1" addict colorama posthog distro backoff evaluate wandb sentry-sdk gitpython gitdb smmap platformdirs numba \
-    llvmlite termcolor protobuf fastcore sentencepiece bitsandbytes opentelemetry-api fire httpx httpcore scipy einops
+    llvmlite termcolor protobuf fastcore sentencepiece bitsandbytes opentelemetry-api fire httpx httpcore scipy einops \
+    python-dotenv
   # these two lie inside axolotl's own package, which pip does not merge
   install "$1/contribs" axolotl-contribs-mit==0.0.6 axolotl-contribs-lgpl==0.0.7
   cp -r "$1/contribs/axolotl/contribs" "$1/axolotl/"
@@ -69,6 +70,6 @@ for framework in "${frameworks[@]}"; do
     "install_$framework" "$folder"
     touch "$folder/done"
   fi
-  PYTHONPATH=$folder "$python" -m pytest "tests/frameworks/test_${framework}_run.py" || failed=1
+  PYTHONPATH=$folder "$python" -m pytest tests/frameworks/test_"${framework}"*_run.py || failed=1
 done
 exit $failed
