@@ -69,7 +69,10 @@ class LossConfig:
     )
     loss_token_weight_key: str = field(
         default="token_weight",
-        metadata={"help": "Column of the batch with one weight a token, aligned with labels; used when it is there."},
+        metadata={
+            "help": "Column of the batch with one weight a token, aligned with labels. token_weight is used when it is "
+            "there; one of another name has to be, in training."
+        },
     )
     loss_statistics: list[str] | None = field(
         default=None,
@@ -208,8 +211,10 @@ class LossConfig:
                 if key not in cls.names():
                     raise ConfigError(unknown_name("loss setting", str(key), cls.names()))
             return cls(**value)
+        own = " Pass what its loss_config() returns." if callable(getattr(value, "loss_config", None)) else ""
         raise ConfigError(
             f"A loss config must be a strategy's name, a mapping or a LossConfig, got {type(value).__name__}."
+            f"{own or ' Write for example cce, or LossConfig(loss_strategy=...).'}"
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConfigError
 from .frame import Frame, Scope, calling_for_real, current, in_force, scopes
 from .swap import JOB, base_class
 
@@ -50,6 +51,8 @@ def _run(
 ) -> Any:
     handle: PatchHandle | None = model.__dict__.get(HANDLE)
     scope = Scope() if handle is None else _scope_of(handle, model)
+    if handle is not None and handle.active:
+        _refuse_token_weight(handle, base, kwargs)
     if handle is not None and handle.liger is not None and not torch.compiler.is_compiling():
         handle.liger.check(model)
     if handle is None or not handle.active or not _is_wanted(base, args, kwargs, scope) or not _defers(model, scope):
@@ -117,6 +120,21 @@ def _is_wanted(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scope: 
     return bool(scope.leaving) or _labels(base, args, kwargs) is not None or kwargs.get("shift_labels") is not None
 
 
+def _refuse_token_weight(handle: PatchHandle, base: Any, kwargs: dict[str, Any]) -> None:
+    """Models take any keyword, and pass over those that they do not know.
+
+    Raises:
+        ConfigError: the forward was given token weights.
+    """
+    key = handle.config.loss_token_weight_key
+    if kwargs.get(key) is not None and key not in _names(base):
+        raise ConfigError(
+            f"{base.__name__} was called with {key}, which its forward does not know, so that no token would be "
+            f"weighted. Train with LossPluginTrainer, or call the model without it inside "
+            f"`with handle.scope(token_weight=...)` (find_handle(model) returns the handle)."
+        )
+
+
 def _labels(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "labels" in kwargs:
         return kwargs["labels"]
@@ -127,5 +145,11 @@ def _labels(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @functools.cache
 def _labels_position(base: Any) -> int | None:
     """Where ``labels`` stands among the positional arguments of a class's forward."""
-    names = list(inspect.signature(base.forward).parameters)[1:]
+    names = _names(base)
     return names.index("labels") if "labels" in names else None
+
+
+@functools.cache
+def _names(base: Any) -> tuple[str, ...]:
+    """The arguments of a class's forward, after ``self``."""
+    return tuple(inspect.signature(base.forward).parameters)[1:]

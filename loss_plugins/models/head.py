@@ -147,6 +147,12 @@ def find_head(model: nn.Module) -> tuple[str, nn.Module]:
     if path and path not in dict(model.named_modules()):
         path = ""
     head = head_of(model.get_submodule(path))
+    if head is model:
+        raise PatchError(
+            f"{name} is a head itself, and no model with a forward that is given labels, so a patch would never see a "
+            "loss. Patch the model that it belongs to, or call loss_plugins.linear_cross_entropy(hidden, head.weight, "
+            "labels)."
+        )
     if head is None:
         owners: dict[int, tuple[str, nn.Module]] = {}
         for path_, module in model.named_modules():

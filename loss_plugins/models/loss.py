@@ -73,12 +73,18 @@ def _by_objective(frame: Frame, losses: Tensor, call: CrossEntropyCall, token_we
     assert objective is not None
     counted = (call.target != call.ignore_index).to(losses.device)
     each = objective(-losses)
-    if not isinstance(each, Tensor) or each.shape != losses.shape:
-        got = f"a tensor of shape {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+    if not isinstance(each, Tensor) or each.shape != losses.shape or not each.is_floating_point():
+        kind = f"a tensor of shape {tuple(each.shape)} and {each.dtype}" if isinstance(each, Tensor) else ""
         raise ConfigError(
-            f"loss_objective {name!r} returned {got} for log-probabilities of shape {tuple(losses.shape)}. It must "
-            "return one loss a label."
+            f"loss_objective {name!r} returned {kind or type(each).__name__} for log-probabilities of shape "
+            f"{tuple(losses.shape)} and {losses.dtype}. It must return one loss a label."
         )
+    if losses.requires_grad and not each.requires_grad:
+        raise ConfigError(
+            f"loss_objective {name!r} returned losses without a gradient for log-probabilities that have one, so "
+            "nothing would be trained. Compute them from the log-probabilities, of which only a factor may be detached."
+        )
+    each = each.to(losses.dtype)  # sums of half types overflow
     weight = counted.to(each.dtype)
     if token_weight is not None:
         weight = weight * token_weight.to(each)

@@ -53,6 +53,7 @@ def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] |
         MissingDependencyError: ``liger_ops`` was asked for, and liger-kernel is not installed.
     """
     config = LossConfig.of(config)
+    _refuse_no_model(model)
     model = unwrapped(model)
     name = base_class(model).__name__
     existing = find_handle(model)
@@ -87,10 +88,19 @@ def patch_model(model: nn.Module, config: LossConfig | str | Mapping[str, Any] |
     return handle
 
 
+def _refuse_no_model(given: object) -> None:
+    if not isinstance(given, nn.Module):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise ConfigError(
+            f"patch_model takes a model that is built, a torch.nn.Module, and was given {what}. Load it first: "
+            "AutoModelForCausalLM.from_pretrained(...)."
+        )
+
+
 def find_handle(model: nn.Module) -> PatchHandle | None:
     """The handle of a patched model, through the wrappers that `patch_model` looks through; None if it is not
     patched."""
-    handle = unwrapped(model).__dict__.get(HANDLE)
+    handle = unwrapped(model).__dict__.get(HANDLE) if isinstance(model, nn.Module) else None
     return handle if isinstance(handle, PatchHandle) and handle.active else None
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from loss_plugins import LossConfig, LossPluginArguments
 from loss_plugins.errors import ConfigError
+from loss_plugins.integrations.hf.keys import own_keys
 
 FULL = {
     "loss_strategy": "cce",
@@ -60,6 +62,20 @@ def test_from_a_dict_beside_other_dataclasses() -> None:
     assert args.loss_config() == LossConfig(**FULL)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="loss_strategi"):
         HfArgumentParser(LossPluginArguments).parse_dict({"output_dir": "out", "loss_strategi": "cce"})
+
+
+def test_numbers_that_yaml_reads_as_text(tmp_path: Path) -> None:
+    """YAML 1.1 has 1e-3 as text, since it has no point."""
+    path = tmp_path / "job.yaml"
+    text = "output_dir: out\nloss_z_loss: 1e-4\nloss_class_weight: [1e-1, 2]\nloss_strategy: cce\n"
+    path.write_text(text + "loss_options: {filter: 1e-3, preset: cce, workspace_mb: 64}\n")
+    (args,) = HfArgumentParser(LossPluginArguments).parse_yaml_file(str(path))
+    options = {"filter": 1e-3, "preset": "cce", "workspace_mb": 64}
+    expected = LossConfig("cce", options, loss_z_loss=1e-4, loss_class_weight=[0.1, 2])
+    assert args.loss_config() == expected
+    values = yaml.safe_load(path.read_text())
+    assert values["loss_options"]["filter"] == "1e-3"
+    assert LossConfig.of(own_keys(values)) == expected
 
 
 def test_from_the_command_line() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,21 @@ def test_curve_equals_stock(strategy: str, tmp_path: Path) -> None:
     assert callback.loss_handle is not None
     assert callback.loss_handle.counts.fused == 8
     assert callback.loss_handle.counts.materialised == 0
+
+
+@pytest.mark.parametrize("by", ["callback", "arguments"])
+def test_a_column_of_token_weights_is_refused(by: str, tmp_path: Path) -> None:
+    """The Trainer would drop it, or the model would."""
+    named = {"loss_token_weight_key": "weights"}
+    make: dict[str, Callable[[], Any]] = {
+        "callback": lambda: LossPluginCallback(named),
+        "arguments": lambda: Trainer(llama(), arguments(tmp_path, **named), callbacks=[LossPluginCallback()]),
+    }
+    with pytest.raises(ConfigError, match=r"loss_token_weight_key 'weights' was given.*train with LossPluginTrainer"):
+        make[by]()
+    data = [row | {"token_weight": torch.ones(12)} for row in rows(8)]
+    with pytest.raises(ConfigError, match=r"was called with token_weight.*Train with LossPluginTrainer"):
+        run(Trainer, tmp_path, data=data, trainer=with_callback(LossPluginCallback("cce")), remove_unused_columns=False)
 
 
 def test_what_the_trainer_found_out_about_the_model_is_unchanged(tmp_path: Path) -> None:

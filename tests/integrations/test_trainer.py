@@ -271,6 +271,24 @@ def test_token_weights_survive_the_removal_of_columns(tmp_path: Path) -> None:
     assert losses(ours)[0] < 0.7 * losses(plain)[0], "weights in [0, 1) shrink the loss"
 
 
+def test_a_column_of_token_weights_that_is_named_has_to_be_there(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"loss_strategy": "cce", "loss_token_weight_key": "weights", "max_steps": 1}
+    with pytest.raises(
+        ConfigError, match="'weights' was given, and a training batch has no such column: it has input_ids"
+    ):
+        run(LossPluginTrainer, tmp_path, data=weighted_rows(8), **settings)
+    named = [{**row, "weights": row["token_weight"]} for row in weighted_rows(8)]
+    trained = run(
+        LossPluginTrainer,
+        tmp_path,
+        data=[{k: v for k, v in r.items() if k != "token_weight"} for r in named],
+        **settings,
+    )
+    default = run(LossPluginTrainer, tmp_path, data=weighted_rows(8), loss_strategy="cce", max_steps=1)
+    assert losses(trained) == losses(default)
+    assert trained.evaluate(rows(4))["eval_loss"] > 0, "data to evaluate on may have none"
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_class_weights(strategy: str, tmp_path: Path) -> None:
     weights = torch.linspace(0, 2, VOCAB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,21 +61,58 @@ def test_token_weights_multiply_it() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
 
 
-class Wrong:
-    name = summary = "wrong"
+class Made:
+    """An objective of another package."""
 
-    def __call__(self, log_probs: Tensor) -> Tensor:
-        return log_probs.sum()
+    name = summary = "made"
+
+    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
+        self.compute = compute
+
+    def __call__(self, log_probs: Tensor) -> Any:
+        return self.compute(log_probs)
 
 
-WRONG = Wrong()
+SUM, NOTHING, WHOLE = Made(Tensor.sum), Made(lambda log_probs: None), Made(lambda log_probs: log_probs < -1)
+DETACHED, HALF = Made(lambda log_probs: -log_probs.detach()), Made(lambda log_probs: -log_probs.half())
+PATH = f"{__name__}:"
 
 
-def test_a_wrong_shape_is_said() -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SUM", r"a tensor of shape \(\) and torch.float64 .* must return one loss a label"),
+        ("NOTHING", "returned NoneType .* must return one loss a label"),
+        ("WHOLE", r"shape \(27,\) and torch.bool .* must return one loss a label"),
+        ("DETACHED", "losses without a gradient .* nothing would be trained"),
+    ],
+)
+def test_what_is_no_loss_a_label_is_said(name: str, words: str) -> None:
     model = make()
-    patch_model(model, {"loss_strategy": "cce", "loss_objective": f"{__name__}:WRONG"})
-    with pytest.raises(ConfigError, match="must return one loss a label"):
+    patch_model(model, {"loss_strategy": "cce", "loss_objective": PATH + name})
+    with pytest.raises(ConfigError, match=words):
         model(input_ids=IDS, labels=LABELS)
+
+
+def test_without_gradients_none_is_asked_of_it() -> None:
+    model = make()
+    with patch_model(model, {"loss_strategy": "cce", "loss_objective": PATH + "DETACHED"}), torch.no_grad():
+        detached = model(input_ids=IDS, labels=LABELS).loss
+    with patch_model(model, "cce"), torch.no_grad():
+        torch.testing.assert_close(detached, model(input_ids=IDS, labels=LABELS).loss, rtol=1e-10, atol=1e-10)
+
+
+def test_sums_of_a_half_type_do_not_overflow() -> None:
+    """As many tokens as float16 cannot count."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **{**SIZES, "hidden_size": 8, "intermediate_size": 8})).train()
+    ids = torch.randint(0, 8, (700, 101))
+    with patch_model(model, {"loss_strategy": "flce", "loss_objective": PATH + "HALF"}), torch.no_grad():
+        half = model(input_ids=ids, labels=ids).loss
+    with patch_model(model, "flce"), torch.no_grad():
+        whole = model(input_ids=ids, labels=ids).loss
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, whole, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 from test_deferred import Toy, inputs, plain
 from tiny_models import assert_same_gradients, batch, make, step, twins
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from loss_plugins import LossConfig, PatchHandle, patch_model
 from loss_plugins.errors import ConfigError, PatchError
@@ -415,3 +416,30 @@ def test_importing_patches_nothing_and_needs_no_peft() -> None:
         "assert torch.nn.functional.cross_entropy.__module__ == 'torch.nn.functional'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [(None, "NoneType"), ("model", "str"), (object(), "object"), (LlamaForCausalLM, "the class LlamaForCausalLM")],
+)
+def test_what_is_no_model_is_refused(given: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"takes a model that is built.* was given {what}. Load it first"):
+        patch_model(given, "cce")
+    assert find_handle(given) is None
+
+
+def test_a_head_alone_is_refused() -> None:
+    """Nothing gives it labels, so nothing would ever be computed by a strategy."""
+    with pytest.raises(PatchError, match=r"Linear is a head itself.*linear_cross_entropy"):
+        patch_model(nn.Linear(8, 20), "cce")
+
+
+def test_arguments_in_place_of_their_config_are_refused() -> None:
+    class Arguments:
+        def loss_config(self) -> LossConfig:
+            return LossConfig("cce")
+
+    with pytest.raises(ConfigError, match=r"got Arguments. Pass what its loss_config\(\) returns"):
+        patch_model(make(), Arguments())
+    with pytest.raises(ConfigError, match=r"got list. Write for example cce"):
+        patch_model(make(), ["cce"])

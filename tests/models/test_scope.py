@@ -154,6 +154,19 @@ def test_a_value_of_another_type_is_refused(given: dict[str, Any], message: str)
         pass
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_token_weights_as_a_keyword_are_refused(training: bool) -> None:
+    """The model's own forward takes any keyword and would pass over them."""
+    model, stock = twins()
+    rows = batch()
+    patch_model(model, {"loss_strategy": "cce", "loss_token_weight_key": "w"})
+    model.train(training)
+    with pytest.raises(ConfigError, match=r"was called with w, which its forward does not know.*handle\.scope"):
+        model(**rows, w=torch.ones(rows["labels"].shape))
+    other = stock.train(training)(**rows).loss.double()
+    torch.testing.assert_close(model(**rows, w=None).loss.double(), other, rtol=1e-5, atol=1e-5)
+
+
 def test_loss_only() -> None:
     model, stock = twins()
     handle = patch_model(model, "cce")

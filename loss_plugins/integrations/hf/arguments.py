@@ -34,6 +34,7 @@ def _is_mapping(hint: Any) -> bool:
 
 _HINTS = get_type_hints(LossConfig)
 _SWITCHES = [name for name, hint in _HINTS.items() if bool in getattr(hint, "__args__", ())]
+_NUMBERS = [entry.name for entry in fields(LossConfig) if isinstance(entry.default, float)]
 _MAPPINGS = [name for name, hint in _HINTS.items() if _is_mapping(hint)]
 
 
@@ -71,6 +72,8 @@ class LossPluginArguments(TrainingArguments):
             if isinstance(value, str) and entry.type in (float, float | None, "float"):  # YAML reads 1e-4 as text
                 setattr(self, entry.name, as_number(value))
         super().__post_init__()
+        for name in LossConfig.names():
+            setattr(self, name, with_numbers(name, getattr(self, name)))
         self.loss_config()
 
     def loss_config(self) -> LossConfig:
@@ -119,6 +122,17 @@ def _check_json(name: str, value: Any) -> None:
             f"{name} must be {what}, got the text {value!r}, which is no JSON object. On the command line write "
             f"--{name} '{example}'; in YAML write it without quotes around the whole."
         )
+
+
+def with_numbers(name: str, value: Any) -> Any:
+    """A loss setting from YAML, which reads 1e-4 as text."""
+    if isinstance(value, str):
+        return as_number(value) if name in _NUMBERS else value
+    if name == "loss_class_weight" and isinstance(value, list):
+        return [as_number(entry) if isinstance(entry, str) else entry for entry in value]
+    if name == "loss_options" and isinstance(value, dict):
+        return {key: as_number(entry) if isinstance(entry, str) else entry for key, entry in value.items()}
+    return value
 
 
 def as_number(text: str) -> float | str:

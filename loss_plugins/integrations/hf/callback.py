@@ -13,7 +13,7 @@ from ...errors import PatchError
 from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
 from .arguments import LossPluginArguments
 from .monitor import PREFIX, LossMonitor, read_statistics, renewed
-from .refusals import refuse_foreign_forward, refuse_label_smoother, refuse_liger
+from .refusals import refuse_foreign_forward, refuse_label_smoother, refuse_liger, refuse_token_weight
 from .self_check import check_from_dataset
 
 CAUSES = (
@@ -51,6 +51,7 @@ class LossPluginCallback(TrainerCallback):
 
     def __init__(self, loss_config: LossConfig | Mapping[str, Any] | str | None = None) -> None:
         self.loss_config = LossConfig.of(loss_config)
+        refuse_token_weight(self.loss_config)
         self._asks_arguments = loss_config is None
         self.loss_handle: PatchHandle | None = None
         self._monitor: LossMonitor | None = None
@@ -77,6 +78,7 @@ class LossPluginCallback(TrainerCallback):
         refuse_label_smoother(args)
         if self._asks_arguments and isinstance(args, LossPluginArguments):
             self.loss_config = args.loss_config()
+            refuse_token_weight(self.loss_config)
         refuse_liger(args, model, self.loss_config)
         refuse_foreign_forward(unwrapped(model), type(self).__name__)
         handle = find_handle(model)

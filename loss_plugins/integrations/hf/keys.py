@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from ...config import LossConfig
 from ...errors import ConfigError, LossPluginError, nearest, unknown_name
 from ...objectives import OBJECTIVES
 from ...strategies import check_options
-from .arguments import as_number
-
-_NUMBERS = [entry.name for entry in fields(LossConfig) if isinstance(entry.default, float)]
+from .arguments import with_numbers
+from .refusals import refuse_token_weight
 
 
 def own_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those keys of a framework's configuration that are ours and say something."""
-    ours = {name: _plain(values.get(name)) for name in LossConfig.names() if values.get(name) is not None}
-    for name, value in ours.items():
-        if name in _NUMBERS and isinstance(value, str):  # YAML reads 1e-4 as text
-            ours[name] = as_number(value)
-    return ours
+    names = [name for name in LossConfig.names() if values.get(name) is not None]
+    return {name: with_numbers(name, _plain(values.get(name))) for name in names}
 
 
 def checked_config(values: Mapping[str, Any]) -> LossConfig:
@@ -32,13 +27,7 @@ def checked_config(values: Mapping[str, Any]) -> LossConfig:
         ConfigError: a value, the strategy's name or one of its options is wrong, or a key has no meaning there.
     """
     config = LossConfig.of(values)
-    default = LossConfig().loss_token_weight_key
-    if config.loss_token_weight_key != default:
-        raise ConfigError(
-            f"loss_token_weight_key {config.loss_token_weight_key!r} was given, but the trainers of frameworks hand "
-            "every column of a batch to the model, which takes no weights. Leave it out, or train with "
-            "LossPluginTrainer."
-        )
+    refuse_token_weight(config)
     if config.loss_objective is not None:
         OBJECTIVES.get(config.loss_objective)
     check_options(config.loss_strategy, config.loss_options)

@@ -50,6 +50,17 @@ def refuse_compute_loss_func(function: Any) -> None:
         )
 
 
+def refuse_token_weight(config: LossConfig) -> None:
+    """Raises:
+    ConfigError: a column of token weights is named, of which only LossPluginTrainer makes something.
+    """
+    if config.loss_token_weight_key != LossConfig().loss_token_weight_key:
+        raise ConfigError(
+            f"loss_token_weight_key {config.loss_token_weight_key!r} was given, but other trainers drop that column of "
+            "a batch or hand it to the model, which takes no weights. Leave it out, or train with LossPluginTrainer."
+        )
+
+
 def refuse_label_smoother(args: Any) -> None:
     """Raises:
     ConfigError: `label_smoothing_factor` is set, for which a plain Trainer takes the labels away from the model.

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from ...config import LossConfig
-from ...errors import PatchError, UnsupportedError
+from ...errors import ConfigError, PatchError, UnsupportedError
 from ...models.patch import PatchHandle, find_handle, patch_model, unwrapped
 from ...models.statistics import StatisticsBuffer
 from .arguments import LossPluginArguments, check_switch, with_smoothing
@@ -139,10 +139,13 @@ class LossPluginMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The model's loss, without logits unless they are asked for: `return_outputs` outside training."""
+        columns = list(inputs)
         inputs, weight = self._loss_take_weight(inputs)
         only = model.training or not return_outputs
         if self._loss_prediction is not None:
             only, weight = self._loss_prediction
+        elif model.training and weight is None:
+            self._loss_refuse_without_weight(columns)
         self._loss_count(inputs)
         if only or not self._loss_is_special(weight):
             with self._loss_scope(weight, only):
@@ -200,6 +203,15 @@ class LossPluginMixin(_Base):
                 "not. Leave sequence and context parallelism off, or the weights out."
             )
         return {name: value for name, value in inputs.items() if name != key}, self._prepare_input(inputs[key])
+
+    def _loss_refuse_without_weight(self, columns: list[str]) -> None:
+        assert self.loss_handle is not None
+        key = self.loss_handle.config.loss_token_weight_key
+        if key != LossConfig().loss_token_weight_key:
+            raise ConfigError(
+                f"loss_token_weight_key {key!r} was given, and a training batch has no such column: it has "
+                f"{', '.join(columns)}. Let the dataset and the data collator make one, or leave the key out."
+            )
 
     def _loss_count(self, inputs: Mapping[str, Any]) -> None:
         labels = inputs.get("labels")
