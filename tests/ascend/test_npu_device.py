@@ -32,17 +32,31 @@ def run(kernels: str, folder: Path, *cases: str) -> Cases:
     return {line["case"]: line for line in map(json.loads, lines)}
 
 
-@pytest.fixture(scope="module", params=["torch", "ascend"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """What a process on the device said. It is started once, for all test processes: by the first that wants to know."""
-    kernels, base = request.param, tmp_path_factory.getbasetemp()
+def said_by(kernels: str, temporary: pytest.TempPathFactory, wait: bool) -> Cases | None:
+    """What a process on the device said, which is started once for all test processes; None if another is waiting for it,
+    and this one shall not."""
+    base = temporary.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     said = shared / f"npu-{kernels}.json"
     with (shared / f"npu-{kernels}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return None
         if not said.exists():
-            said.write_text(json.dumps(run(kernels, tmp_path_factory.mktemp("npu"))))
-    return {**json.loads(said.read_text()), "kernels": kernels}
+            said.write_text(json.dumps(run(kernels, temporary.mktemp("npu"))))
+    return json.loads(said.read_text())
+
+
+@pytest.fixture(scope="module", params=["torch", "ascend"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    kernels = request.param
+    said = said_by(kernels, tmp_path_factory, wait=False)
+    if said is None:  # in the meantime, the other process
+        said_by("ascend" if kernels == "torch" else "torch", tmp_path_factory, wait=False)
+        said = said_by(kernels, tmp_path_factory, wait=True)
+    assert said is not None
+    return {**said, "kernels": kernels}
 
 
 def test_what_is_known_of_the_device(found: Cases) -> None:
