@@ -13,18 +13,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(not DeviceProfile.probe(DEVICE).can_triton, reason="Triton cannot run on this device")
 
 
-@pytest.mark.parametrize("columns", [256, 512, 4096], ids=["three slices", "two slices", "one slice"])
+@pytest.mark.parametrize(
+    ("columns", "vocab"),
+    [(256, 601), (512, 601), (4096, 601), (256, 640)],
+    ids=["three slices", "two slices", "one slice", "a last slice of whole tiles, but of fewer"],
+)
 @pytest.mark.parametrize("settings", [(1.0, 0.0, 0.0), (0.5, 5.0, 0.2)], ids=["plain", "all"])
-def test_slices_of_a_cast_head(monkeypatch, columns, settings):
-    """601 columns; labels, bias, class weights and predictions in every slice, and the last one cut."""
+def test_slices_of_a_cast_head(monkeypatch, columns, vocab, settings):
+    """Labels, bias, class weights and predictions in every slice, and the last one smaller."""
     from loss_plugins.kernels.triton import linear_ce
 
     monkeypatch.setattr(linear_ce, "cast_columns", lambda width, dtype, blocks: columns)
     scale, softcap, smoothing = settings
     hidden = torch.randn(300, 64, device=DEVICE).bfloat16().requires_grad_()
-    weight = torch.randn(601, 64, device=DEVICE).requires_grad_()
-    bias, class_weight = torch.randn(601, device=DEVICE), torch.rand(601, device=DEVICE) + 0.5
-    labels = torch.randint(0, 601, (300,), device=DEVICE)
+    weight = torch.randn(vocab, 64, device=DEVICE).requires_grad_()
+    bias, class_weight = torch.randn(vocab, device=DEVICE), torch.rand(vocab, device=DEVICE) + 0.5
+    labels = torch.randint(0, vocab, (300,), device=DEVICE)
     labels[1::3] = -100
     loss, nll, lse, entropy, predicted, *_ = ops.linear_ce(
         hidden, weight, bias, labels, class_weight, -100, scale, softcap, smoothing, 0.0, torch.bfloat16, True, True, 0.0,

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
 
 from loss_plugins.kernels import ops  # noqa: E402
-from loss_plugins.kernels.triton import marks  # noqa: E402
+from loss_plugins.kernels.triton import linear_ce, marks  # noqa: E402
 from loss_plugins.kernels.triton.marks import MARKED_ROWS, distinct, is_markable, listed, most_pairs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_strip")
@@ -92,8 +92,6 @@ def test_what_is_markable():
 @pytest.mark.parametrize("strips", [2, 5, 33])
 def test_what_counts_is_marked_in_every_strip(device, strips, monkeypatch):
     """However the vocabulary is cut; more strips begin with less of the sum, so they mark no less."""
-    from loss_plugins.kernels.triton import linear_ce
-
     hidden, weight, labels = peaked(300, 64, 4127, torch.bfloat16, device)
     p, one, order, _ = forward(hidden, weight, labels)
     monkeypatch.setattr(
@@ -106,6 +104,30 @@ def test_what_counts_is_marked_in_every_strip(device, strips, monkeypatch):
         assert not ((p[block] >= BELOW * 1.001).any(0) & ~bits[i]).any()
     assert not (one & ~bits).any() and bits.sum() > one.sum()
     assert (mass(p, bits, order, valid) <= dropped + 1e-5).all() or (dropped == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab", [1501, 2048])
+@pytest.mark.parametrize("strips", [1, 5])
+def test_statistics_beside_marks(device, strips, vocab, monkeypatch):
+    """They are of all columns, and shares of one number in every strip; no label is the likeliest class of many rows."""
+    hidden, weight, labels = peaked(300, 64, vocab, torch.bfloat16, device)
+    labels = torch.where(labels == -100, -100, (labels * 7 + 3) % vocab)
+    monkeypatch.setattr(
+        linear_ce, "programs_for", lambda rows, row_bytes, tiles, blocks, device: strips * (-(-rows // blocks.n))
+    )
+    loss, nll, lse, entropy, predicted, *_ = ops.linear_ce(
+        hidden, weight, None, labels, None, -100, 1.0, 0.0, 0.0, 0.0, hidden.dtype, True, True, BELOW, BELOW, True, 1 << 20,
+        "triton", "triton", 0.5,
+    )  # fmt: skip
+    z, valid = hidden.double() @ weight.double().T, labels != -100
+    want = torch.nn.functional.cross_entropy(z, labels, reduction="none")
+    for got in (loss, nll):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(lse.double()[valid], z.logsumexp(1)[valid], rtol=1e-6, atol=1e-5)
+    spread = -(z.softmax(1) * z.log_softmax(1)).sum(1)
+    torch.testing.assert_close(entropy.double()[valid], spread[valid], rtol=1e-4, atol=1e-5)
+    assert torch.equal(predicted[valid], z.argmax(1)[valid]) and (predicted[~valid] == -100).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -127,6 +149,7 @@ def test_what_counts_is_marked(device, dtype, shape):
         counts = (p[block] >= BELOW * 1.001).any(0)
         counts[labels.cpu()[block]] = True
         assert not (counts & ~bits[i]).any()
+        counts[vocab // 32 * 32 :] = True
         marked += counts.sum()
     lost = mass(p, bits, order, valid)
     assert (dropped[~valid] == 0).all()
@@ -229,25 +252,69 @@ def test_a_nan_keeps_everything(device, where):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 4095, 4096, 4099])
 def test_packed_words(device, vocab):
-    """Bits behind the last column are zeros, in whole blocks too; pairs are counted with them."""
+    """Labels count, and the last columns, which are no whole word; bits behind those are zeros, in whole blocks too."""
     g = torch.Generator().manual_seed(0)
-    flags = (torch.rand(3, vocab, generator=g) < 0.03).to(device, torch.int8)
+    flags = torch.rand(3, vocab, generator=g) < 0.03
     sums = torch.ones(300, device=device)
     kept = torch.full((300,), 0.9, device=device)
     kept[290] = 0.2
-    labels, count = torch.full((300,), -100, device=device), torch.tensor(300, device=device)
+    labels, count = torch.randint(-vocab, 2 * vocab, (300,), generator=g), torch.tensor(300, device=device)
+    labels[40:200] = -100
     # no label's term, so nothing is certain
     zeros, improbable = torch.zeros(300, device=device), torch.full((300,), -1e4, device=device)
-    rest = (labels, count, zeros, sums, kept, improbable)
-    got = marks.marks_of(flags, *rest, 0.5, True)
-    want = flags.cpu().bool()
+    rest = (vocab, labels.to(device), count, zeros, sums, kept, improbable)
+    want = flags.clone()
+    for row, label in enumerate(labels.tolist()):
+        if 0 <= label < vocab:
+            want[row // 128, label] = True
+    want[:, vocab // 32 * 32 :] = True
+    free = marks.marks_of(words_of(flags).to(device), *rest, 1.0, True)
+    assert torch.equal(free.words.cpu(), words_of(want))
+    got = marks.marks_of(words_of(flags).to(device), *rest, 0.5, True)
     want[2] = True
     assert torch.equal(got.words.cpu(), words_of(want))
     exact = bool(want.sum() > most_pairs(3, vocab))
     assert exact or vocab > 1
     assert got.dropped.tolist() == pytest.approx([0.0 if exact else 0.1] * 256 + [0.0] * 44)
-    free = marks.marks_of(flags, *rest, 1.0, True)
-    assert torch.equal(free.words.cpu(), words_of(flags.cpu().bool()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_words_of_rows_that_do_not_count(device):
+    """They mark nothing, with their labels or otherwise."""
+    ones = torch.ones(300, device=device)
+    labels, count = torch.arange(300, device=device), torch.tensor(200, device=device)
+    got = marks.marks_of(
+        torch.zeros(3, 11, dtype=torch.int32, device=device), 341, labels, count, ones, ones, ones, ones, 1.0, True
+    )
+    want = torch.zeros(3, 341, dtype=torch.bool)
+    want[0, :128], want[1, 128:200] = True, True
+    want[:2, 320:] = True
+    assert torch.equal(got.words.cpu(), words_of(want))
+
+
+@triton.jit
+def _words_kernel(shares, out, below, FAST: tl.constexpr):  # noqa: N803
+    o_c = tl.arange(0, 128)
+    b_word = linear_ce.marked_words(
+        tl.load(shares + tl.arange(0, 256)[:, None] * 128 + o_c[None, :]), below, 256, 128, FAST
+    )
+    tl.store(out + tl.arange(0, 2)[:, None] * 4 + tl.arange(0, 4)[None, :], b_word)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fast", [False, True])
+def test_marked_words(device, fast):
+    """A bit for every column in which some row of a block has the share, in both orders of looking."""
+    g = torch.Generator().manual_seed(0)
+    shares = torch.rand(256, 128, generator=g) ** 40
+    shares[3, 5], shares[200, 31], shares[255, 127], shares[140, 32] = 2**-7, 2**-7, 1.0, float("nan")
+    shares[:, 6] = 2**-7 * (1 - 1e-6)
+    out = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    _words_kernel[(1,)](shares.to(device), out, 2**-7, FAST=fast, num_warps=8)
+    want = (shares >= 2**-7).view(2, 128, 128).any(1)
+    assert want[0, 5] and want[1, 31] and want[1, 127] and not want[:, 6].any() and not want.all()
+    want[1, 32] |= bool(bits_of(out, 128)[1, 32])  # a row that is no number is found by its sum
+    assert torch.equal(bits_of(out, 128), want)
 
 
 @triton.jit

@@ -14,8 +14,6 @@ Letters: N rows, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -33,6 +31,7 @@ from ._common import (
     exp_difference,
     fast_exp,
     gathered,
+    log_of,
     logits_tile,
     on,
     precision,
@@ -50,9 +49,9 @@ def _linear_ce_kernel(
     bias,  # of the whole vocabulary
     class_weight,  # of the whole vocabulary
     count,  # () int64, how many rows count
-    parts,  # (6, slices, programs, BLOCK_N) float32: maximum, sum, -, weighted sum, moment, kept
+    parts,  # (6, slices, programs, BLOCK_N) float32: anchor, sum, largest, weighted sum, moment, kept
     best,  # (slices, programs, BLOCK_N) int32
-    marks,  # (blocks of 128 rows, marks_row) bytes: whether a column counts
+    words,  # (blocks of 128 rows, words_row) int32: bit v % 32 of word v // 32 says whether column v counts
     hot,  # (HOT, N) float32, log-sum-exp over some columns that are likely large
     first,  # first column of this slice of the vocabulary
     V,  # columns of this slice
@@ -63,8 +62,8 @@ def _linear_ce_kernel(
     hidden_col,
     weight_row,
     weight_col,
-    marks_row,
-    log_below,  # log of the share of a row's sum from which an entry counts
+    words_row,
+    below,  # the share of a row's sum from which an entry counts
     N,
     scale,
     softcap,
@@ -83,6 +82,7 @@ def _linear_ce_kernel(
     WANT_ENTROPY: tl.constexpr,
     WANT_BEST: tl.constexpr,
     HOT: tl.constexpr,  # 0: no marks
+    WHOLE: tl.constexpr,  # no tile reaches past the end of this slice
     FAST: tl.constexpr,
 ):
     n = tl.load(count).to(tl.int32)
@@ -106,9 +106,8 @@ def _linear_ce_kernel(
     b_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     b_best = tl.zeros((BLOCK_N,), tl.int32)
     b_kept = tl.zeros((BLOCK_N,), tl.float32)
-    b_run = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     if HOT:
-        b_hot = hot_of(hot, o_n, m_n, N, HOT)
+        b_max = hot_of(hot, o_n, m_n, N, HOT)
     for i_tile in tl.range((tiles * i_strip) // strips, (tiles * (i_strip + 1)) // strips, flatten=TMA):
         o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
         m_v = o_v < V
@@ -126,36 +125,37 @@ def _linear_ce_kernel(
             if HAS_CLASS_WEIGHT:
                 b_real *= tl.load(class_weight + first + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]
             b_weighted += tl.sum(b_real, 1)
-        b_z = tl.where(m_v[None, :], b_z, float("-inf"))
-        if HOT:
-            # what a row has summed so far, or over the hot columns, is at most its whole sum: no entry that counts is
-            # missed, a few too many are marked
-            b_bar = tl.maximum(b_hot, b_run) + log_below
+        if not WHOLE:
+            b_z = tl.where(m_v[None, :], b_z, float("-inf"))
         b_tile_max = tl.max(b_z, 1)
         if WANT_BEST:
             b_tile_best = tl.argmax(b_z, 1) + first + i_tile * BLOCK_V
             b_best = tl.where(b_tile_max > b_top, b_tile_best, b_best)
             b_top = tl.maximum(b_top, b_tile_max)
-        b_new = tl.maximum(b_max, b_tile_max)
+        if HOT:
+            # the exponentials are shares of what a row's whole sum is at least: what is summed so far, the sum over the
+            # hot columns, or the largest entry. So no entry that counts is missed, and a few too many are marked.
+            b_new = tl.maximum(b_max + log_of(tl.maximum(b_sum, 1.0), FAST), b_tile_max)
+        else:
+            b_new = tl.maximum(b_max, b_tile_max)
         # a row whose logits are all -inf so far keeps its zero sum: exp(-inf - -inf) would be NaN
         b_anchor = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_carry = tl.exp(b_max - b_anchor)
         b_share = exp_difference(b_z, b_anchor[:, None], FAST)
         if WANT_ENTROPY:
-            # relative to the maximum, so that no two large numbers are subtracted in the end
+            # relative to the anchor, so that no two large numbers are subtracted in the end
             b_moved = tl.where(b_max == float("-inf"), 0.0, b_max - b_anchor) * b_sum
             b_moment = (b_moment + b_moved) * b_carry + tl.sum(
                 b_share * tl.where(b_share > 0, b_z - b_anchor[:, None], 0.0), 1
             )
         b_sum = b_sum * b_carry + tl.sum(b_share, 1)
         if HOT:
-            b_kept = b_kept * b_carry + tl.sum(tl.where(b_z >= b_bar[:, None], b_share, 0.0), 1)
-            # the margin, not what came of the comparison: a tile of truth values does not fit the registers
-            b_margin = tl.max(tl.reshape(b_z - b_bar[:, None], (BLOCK_N // 128, 128, BLOCK_V)), 1)
+            b_kept = b_kept * b_carry + tl.sum(tl.where(b_share >= below, b_share, 0.0), 1)
             o_block = i_block * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
-            p_mark = marks + o_block.to(tl.int64)[:, None] * marks_row + (first + o_v)[None, :]
-            tl.store(p_mark, (b_margin >= 0).to(tl.int8), mask=(o_block * 128 < n)[:, None] & m_v[None, :])
-            b_run = b_new + tl.log(b_sum)
+            o_word = (first + i_tile * BLOCK_V) // 32 + tl.arange(0, BLOCK_V // 32)
+            b_word = marked_words(b_share, below, BLOCK_N, BLOCK_V, FAST)
+            p_word = words + o_block.to(tl.int64)[:, None] * words_row + o_word[None, :]
+            tl.store(p_word, b_word, mask=(o_block * 128 < n)[:, None] & (o_word < words_row)[None, :])
         b_max = b_new
 
     o_part = (i_slice * programs + tl.program_id(0)) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -169,8 +169,38 @@ def _linear_ce_kernel(
         tl.store(p_part + 4 * size, b_moment)
     if WANT_BEST:
         tl.store(best + o_part, b_best)
+        tl.store(p_part + 2 * size, b_top)
     if HOT:
         tl.store(p_part + 5 * size, b_kept)
+
+
+@triton.jit
+def marked_words(b_share, below, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, FAST: tl.constexpr):
+    """(BLOCK_N / 128, BLOCK_V / 32) int32: bit v % 32 of word v // 32 says whether column v has a share of ``below``.
+
+    ``FAST``: in the order in which a GPU's products lie in its registers, what a thread has before what a warp has, so
+    that little is exchanged.
+    """
+    if FAST:
+        b_most = tl.max(tl.reshape(b_share, (BLOCK_N // 128, 8, 2, 8, BLOCK_V)), 2)
+        b_word = tl.sum(tl.reshape(column_bits(b_most, below, BLOCK_V), (BLOCK_N // 128, 8, 8, BLOCK_V // 32, 32)), 4)
+        b_word = tl.reduce(tl.reduce(b_word, 2, _either), 1, _either)
+    else:
+        b_most = tl.max(tl.reshape(b_share, (BLOCK_N // 128, 128, BLOCK_V)), 1)
+        b_word = tl.sum(tl.reshape(column_bits(b_most, below, BLOCK_V), (BLOCK_N // 128, BLOCK_V // 32, 32)), 2)
+    return b_word
+
+
+@triton.jit
+def column_bits(b_most, below, BLOCK_V: tl.constexpr):
+    # shares are not negative, so they compare as integers do, whose sign needs no register of truth values
+    b_less = b_most.to(tl.int32, bitcast=True) - tl.full((1,), below, tl.float32).to(tl.int32, bitcast=True)
+    return ~(b_less >> 31) & (1 << (tl.arange(0, BLOCK_V) % 32))
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
 
 
 @triton.jit
@@ -364,19 +394,20 @@ def linear_ce_forward(
     blocks = blocks_for(rows, dtype, readable, tall=True, device=hidden.device)
     mark = below > 0 and is_markable(rows, blocks.n, dtype)
     sorted_labels = labels[order]
-    # one byte for each column and block of rows, until `marks_of` makes bits of them
-    flags = hidden.new_zeros(triton.cdiv(rows, MARKED_ROWS) if mark else 0, vocab, dtype=torch.int8)
+    words = hidden.new_zeros(triton.cdiv(rows, MARKED_ROWS) if mark else 0, triton.cdiv(vocab, 32), dtype=torch.int32)
     hot = packed.new_zeros(0)
     if mark:
         hot = hot_reference(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
     merged, top = _row_sums(
         packed, weight, bias, class_weight, count, blocks, scale, softcap, label_smoothing > 0, want_entropy,
-        want_predicted, flags, hot, math.log(below) if mark else 0.0,
+        want_predicted, words, hot, below,
     )  # fmt: skip
     target = label_logits(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
     marks = Marks.none(hidden, vocab, below)
     if mark:
-        marks = marks_of(flags, sorted_labels, count, merged[0], merged[1], merged[5], target, bound, want_dropped)
+        marks = marks_of(
+            words, vocab, sorted_labels, count, merged[0], merged[1], merged[5], target, bound, want_dropped
+        )
     dropped = marks.dropped[place] if want_dropped else merged.new_zeros(0)
     max_, sum_, _, weighted, moment, _ = merged[:, place]
     target = target[place]
@@ -405,9 +436,9 @@ def _row_sums(
     smoothing: bool,
     want_entropy: bool,
     want_predicted: bool,
-    flags: Tensor,  # (blocks of 128 rows, V) int8, zeros, where marks are stored
+    words: Tensor,  # (blocks of 128 rows, ceil(V / 32)) int32, zeros, where marks are stored
     hot: Tensor,  # (strips, N) float32, see `hot_reference`; (0,): no marks
-    log_below: float,
+    below: float,
 ) -> tuple[Tensor, Tensor]:
     """The pass over the vocabulary: what `merge_strips` returns."""
     (rows, width), vocab, dtype, device = packed.shape, weight.shape[0], packed.dtype, packed.device
@@ -428,18 +459,19 @@ def _row_sums(
                 descriptor(part, [blocks.v, blocks.h]) if blocks.tma else part,
                 bias if bias is not None else packed,
                 class_weight if class_weight is not None else packed,
-                count, parts, best, flags, hot, first, part.shape[0], i_slice, slices, tiles,
-                packed.stride(0), packed.stride(1), part.stride(0), part.stride(1), vocab, log_below, rows,
+                count, parts, best, words, hot, first, part.shape[0], i_slice, slices, tiles,
+                packed.stride(0), packed.stride(1), part.stride(0), part.stride(1), words.stride(0), float(below), rows,
                 float(scale), float(softcap),
                 H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h,
                 DTYPE=compute_dtype(dtype), PRECISION=precision(packed, dtype), TMA=blocks.tma,
                 HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
                 HAS_SMOOTHING=smoothing, HAS_CLASS_WEIGHT=class_weight is not None,
-                WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, HOT=len(hot), FAST=fast_exp(device, dtype),
+                WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, HOT=len(hot),
+                WHOLE=part.shape[0] == tiles * blocks.v, FAST=fast_exp(device, dtype),
                 num_warps=blocks.warps, num_stages=blocks.stages,
             )  # fmt: skip
         return merge_strips(
-            parts, best, parts[0], count, rows, tiles, blocks, smoothing, want_entropy, want_predicted,
+            parts, best, parts[2], count, rows, tiles, blocks, smoothing, want_entropy, want_predicted,
             has_target=False, marked=mark,
         )  # fmt: skip
 

@@ -171,7 +171,7 @@ def _distinct_kernel(
 
 
 # rows of one matrix: whether they begin on 16 bytes depends on the number of rows
-@triton.jit(do_not_specialize=["N", "V"], do_not_specialize_on_alignment=["maximum", "sums", "kept", "target"])
+@triton.jit(do_not_specialize=["N", "V", "W"], do_not_specialize_on_alignment=["maximum", "sums", "kept", "target"])
 def _lost_kernel(
     labels,  # (N,) int64, rows that count first
     count,  # () int64
@@ -179,11 +179,12 @@ def _lost_kernel(
     sums,  # (N,) float32
     kept,  # (N,) float32
     target,  # (N,) float32
-    flags,  # (blocks, V) bytes
+    words,  # (blocks, W) int32
     lost,  # (blocks, 128) float32
     totals,  # (3, blocks) float32: most lost, lost, not the label's
     N,
     V,
+    W,
 ):
     """What a block's rows lose; and every row's label counts, since its gradient is large where it is improbable."""
     i_b = tl.program_id(0)
@@ -203,14 +204,16 @@ def _lost_kernel(
     tl.store(totals + 2 * blocks + i_b, tl.sum(b_wrong))
     b_label = tl.load(labels + o_n, mask=m_n, other=-1)
     m_label = (b_label >= 0) & (b_label < V)
-    tl.store(flags + i_b.to(tl.int64) * V + b_label, tl.full((128,), 1, tl.int8), mask=m_label)
+    b_label = tl.where(m_label, b_label, 0).to(tl.int32)
+    # rows may share a word, and bits come out the same in any order
+    tl.atomic_or(words + i_b.to(tl.int64) * W + b_label // 32, 1 << (b_label % 32), mask=m_label)
 
 
 @triton.jit(do_not_specialize=["blocks", "V", "W"])
-def _pack_kernel(
-    flags,  # (blocks, V) bytes
-    totals,  # (3, blocks) float32
+def _whole_kernel(
     words,  # (blocks, W) int32
+    count,  # () int64
+    totals,  # (3, blocks) float32
     pairs,  # (blocks, tiles) int32
     whole,  # (blocks,) bytes, blocks that keep every column
     blocks,
@@ -220,6 +223,8 @@ def _pack_kernel(
     BLOCK: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
+    """Every column counts for a block that would lose too much; the last ``V % 32`` always do, since no sample has
+    them."""
     i_b = tl.program_id(0).to(tl.int64)
     lost, wrong = 0.0, 0.0
     for i_first in range(0, blocks, 64):
@@ -231,18 +236,27 @@ def _pack_kernel(
         keep = tl.maximum(keep, tl.where(tl.load(totals + i_b) > bound, 1, 0))
         keep = tl.maximum(keep, tl.where(lost > wrong * (bound / 4), 1, 0))
     o_w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    o_bit = tl.arange(0, 32)
-    o_v = o_w[:, None] * 32 + o_bit[None, :]
-    m_v = o_v < V
-    b_bit = tl.load(flags + i_b * V + o_v, mask=m_v, other=0).to(tl.int32)
-    b_bit = tl.where(m_v, tl.maximum(b_bit, keep), 0)
-    tl.store(words + i_b * W + o_w, tl.sum(b_bit << o_bit[None, :], 1), mask=o_w < W)
-    tl.store(pairs + i_b * tl.num_programs(1) + tl.program_id(1), tl.sum(b_bit))
+    b_word = tl.load(words + i_b * W + o_w, mask=o_w < W, other=0)
+    b_word = tl.where(((o_w >= V // 32) & (i_b * 128 < tl.load(count))) | (keep == 1), -1, b_word)
+    b_word = tl.where(o_w * 32 + 32 > V, b_word & ((1 << (V % 32)) - 1), b_word)
+    b_word = tl.where(o_w < W, b_word, 0)
+    tl.store(words + i_b * W + o_w, b_word, mask=o_w < W)
+    tl.store(pairs + i_b * tl.num_programs(1) + tl.program_id(1), tl.sum(bits_in(b_word)))
     tl.store(whole + i_b, keep.to(tl.int8))
 
 
+@triton.jit
+def bits_in(b_word):
+    """How many bits of int32 words are set."""
+    b_bits = b_word - ((b_word >> 1) & 0x55555555)
+    b_bits = (b_bits & 0x33333333) + ((b_bits >> 2) & 0x33333333)
+    b_bits = (b_bits + (b_bits >> 4)) & 0x0F0F0F0F
+    return (b_bits * 0x01010101) >> 24
+
+
 def marks_of(
-    flags: Tensor,  # (blocks, V) int8, the forward's, to which the labels are added
+    words: Tensor,  # (blocks, ceil(V / 32)) int32, the forward's, to which is added what else counts
+    vocab: int,
     labels: Tensor,  # (N,) int64, rows that count first
     count: Tensor,  # () int64
     maximum: Tensor,  # (N,) float32
@@ -258,18 +272,16 @@ def marks_of(
     their labels': the gradient is as large as that, so a model that is nearly certain is computed exactly too.
     ``bound`` 1 only steps in where a row is no number. ``dropped`` is zeros unless it is wanted.
     """
-    (blocks, vocab), rows, device = flags.shape, len(sums), flags.device
-    width = triton.cdiv(vocab, 32)
+    (blocks, width), rows, device = words.shape, len(sums), words.device
     tiles = triton.cdiv(width, 128)
-    words = torch.empty(blocks, width, dtype=torch.int32, device=device)
     pairs = torch.empty(blocks, tiles, dtype=torch.int32, device=device)
     lost = torch.empty(blocks, MARKED_ROWS, dtype=torch.float32, device=device)
     totals = torch.empty(3, blocks, dtype=torch.float32, device=device)
     whole = torch.empty(blocks, dtype=torch.int8, device=device)
     with on(device):
-        _lost_kernel[(blocks,)](labels, count, maximum, sums, kept, target, flags, lost, totals, rows, vocab)
-        _pack_kernel[(blocks, tiles)](
-            flags, totals, words, pairs, whole, blocks, vocab, width, bound, BLOCK=128, BOUNDED=bound < 1
+        _lost_kernel[(blocks,)](labels, count, maximum, sums, kept, target, words, lost, totals, rows, vocab, width)
+        _whole_kernel[(blocks, tiles)](
+            words, count, totals, pairs, whole, blocks, vocab, width, bound, BLOCK=128, BOUNDED=bound < 1
         )
     dropped = lost.new_zeros(rows)
     if want_dropped:
@@ -363,10 +375,7 @@ def place_words(bits, slot, o_c):
 @triton.jit
 def place_of(b_word, b_before, o_c):
     b_below = b_word & ((1 << (o_c % 32)) - 1)
-    b_below = b_below - ((b_below >> 1) & 0x55555555)
-    b_below = (b_below & 0x33333333) + ((b_below >> 2) & 0x33333333)
-    b_below = (b_below + (b_below >> 4)) & 0x0F0F0F0F
-    return ((b_word >> (o_c % 32)) & 1) == 1, b_before + ((b_below * 0x01010101) >> 24)
+    return ((b_word >> (o_c % 32)) & 1) == 1, b_before + bits_in(b_below)
 
 
 @triton.jit(do_not_specialize=["blocks", "R"])
