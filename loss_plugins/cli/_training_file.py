@@ -162,9 +162,10 @@ def _llamafactory(values: Mapping[str, Any], path: Path) -> _Asked:
 
 def _swift(values: Mapping[str, Any], path: Path) -> _Asked:
     from ..integrations.hf.keys import own_keys
-    from ..integrations.swift import NAME, whole_logits
+    from ..integrations.hf.log_probs import additions
+    from ..integrations.swift import NAME, RLHF, whole_logits
 
-    findings = []
+    findings: list[Finding] = []
     ours = own_keys(values)
     if ours:
         what = f"ms-swift's parser refuses {', '.join(ours)}: our settings stand in a file of Python there"
@@ -177,13 +178,14 @@ def _swift(values: Mapping[str, Any], path: Path) -> _Asked:
             f"callbacks: {NAME}",
         )
         findings.append(Finding("error", what, lines))
-    callbacks = values.get("callbacks") or ()
-    is_named = NAME in (callbacks.split() if isinstance(callbacks, str) else callbacks)
-    if not is_named:
+    callbacks, named = (_texts(values, key, findings) for key in ("callbacks", "external_plugins"))
+    if NAME not in callbacks:
         return _Asked([], findings)
-    named = values.get("external_plugins") or ()
-    configs, wrong, absent = _registered([named] if isinstance(named, str) else list(named), path)
+    configs, wrong, absent = _registered(named, path)
     findings += wrong
+    kind = values.get("rlhf_type")
+    if kind in list(RLHF):
+        findings += _errors(said for config in configs for said in additions(config, f"rlhf_type {kind}"))
     if absent:
         what = f"callbacks names {NAME}, which ms-swift will not know: {absent}"
         findings.append(Finding("error", what, ("external_plugins: loss.py   # with register(...) in it",)))
@@ -197,25 +199,49 @@ def _swift(values: Mapping[str, Any], path: Path) -> _Asked:
 
 
 def _verl(values: Mapping[str, Any], path: Path) -> _Asked:
-    actor = values.get("actor_rollout_ref") or {}
-    model = actor.get("model") or {}
+    from ..integrations.hf.log_probs import additions
+
+    findings: list[Finding] = []
+    actor = _mapping(values, "actor_rollout_ref", findings)
+    model = _mapping(actor, "model", findings)
     library = model.get("external_lib")
     if not library:
-        return _Asked([], [])
-    configs, findings, absent = _registered([f"{str(library).replace('.', '/')}.py"], path)
+        return _Asked([], findings)
+    configs, wrong, absent = _registered([f"{str(library).replace('.', '/')}.py"], path)
     if absent:
-        return _Asked([], [Finding("note", f"external_lib {library} asks nothing of loss_plugins: {absent}")])
+        note = Finding("note", f"external_lib {library} asks nothing of loss_plugins: {absent}")
+        return _Asked([], [*findings, note])
+    findings += [*wrong, *_errors(said for config in configs for said in additions(config, "verl"))]
     if not model.get("use_fused_kernels"):
         what = "use_fused_kernels is off, so verl takes whole logits and never calls what external_lib registers"
         findings.append(Finding("error", what, ("actor_rollout_ref.model.use_fused_kernels=true",)))
-    backend = (model.get("fused_kernel_options") or {}).get("impl_backend", "torch")
+    backend = _mapping(model, "fused_kernel_options", findings).get("impl_backend", "torch")
     if backend != "torch":
         what = f"impl_backend {backend!r} has kernels of its own, past which a loss strategy is never called"
         findings.append(Finding("error", what, ("actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",)))
-    if (actor.get("actor") or {}).get("entropy_coeff"):
+    if _mapping(actor, "actor", findings).get("entropy_coeff"):
         what = "entropy_coeff is not 0, and no loss strategy computes the gradient of an entropy"
         findings.append(Finding("error", what, ("actor_rollout_ref.actor.entropy_coeff=0",)))
     return _Asked(configs, findings)
+
+
+def _mapping(values: Mapping[str, Any], key: str, findings: list[Finding]) -> Mapping[str, Any]:
+    """The mapping under a key; an empty one, and why, where there is something else."""
+    value = values.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        findings.append(Finding("error", f"{key} must be a mapping of keys, and it is {value!r}"))
+    return value if isinstance(value, Mapping) else {}
+
+
+def _texts(values: Mapping[str, Any], key: str, findings: list[Finding]) -> list[str]:
+    """The names under a key, one or a list; none, and why, where there is something else."""
+    value = values.get(key)
+    if isinstance(value, str):
+        return value.split()
+    if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+        findings.append(Finding("error", f"{key} must be a name or a list of names, and it is {value!r}"))
+        return []
+    return value or []
 
 
 def _registered(files: list[str], beside: Path) -> tuple[list[LossConfig], list[Finding], str]:
@@ -232,6 +258,10 @@ def _registered(files: list[str], beside: Path) -> tuple[list[LossConfig], list[
         trees = [ast.parse(path.read_text(encoding="utf-8")) for path in found]
     except SyntaxError as error:
         return [], [], f"{found[0]} is no Python: {error.msg}"
+    except (UnicodeDecodeError, ValueError) as error:
+        return [], [], f"{found[0]} is no Python: {error}"
+    except OSError as error:
+        return [], [], f"{found[0]} cannot be read: {error.strerror}"
     nodes = [node for tree in trees for node in ast.walk(tree)]
     ours = {node.module for node in nodes if isinstance(node, ast.ImportFrom)} & {
         "loss_plugins.integrations.swift", "loss_plugins.integrations.verl",
@@ -240,8 +270,10 @@ def _registered(files: list[str], beside: Path) -> tuple[list[LossConfig], list[
     if not ours or not calls:
         return [], [], f"{found[0]} does not call register of loss_plugins"
     try:
-        given = ast.literal_eval(calls[0].args[0]) if calls[0].args else {}
-    except ValueError:
+        words = {word.arg: word.value for word in calls[0].keywords}
+        first = calls[0].args[0] if calls[0].args else words.get("loss_config")
+        given = {} if first is None and not words else ast.literal_eval(first)  # type: ignore[arg-type]
+    except (ValueError, TypeError):
         return [], [], ""
     wrong, config = mistakes(given if isinstance(given, Mapping) else {"loss_strategy": given})
     return [config], _errors(wrong), ""

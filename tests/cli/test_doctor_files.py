@@ -87,6 +87,14 @@ WRONG = {
     "verl: other kernels": (verl(fused_kernel_options={"impl_backend": "triton"}), "impl_backend 'triton' has kernels"),
     "swift: whole logits": (SWIFT | REGISTERED | {"loss_type": "focal"}, "loss_type 'focal' takes whole logits"),
     "swift: Liger": (SWIFT | REGISTERED | {"use_liger_kernel": True}, "two fused losses for one model"),
+    "swift: a name that is none": (SWIFT | REGISTERED | {"external_plugins": [3]}, "external_plugins must be a name or a list"),
+    "swift: callbacks that are none": (SWIFT | {"callbacks": 5}, "callbacks must be a name or a list of names, and it is 5"),
+    "verl: no mapping": ({"actor_rollout_ref": [1], "data": {}}, "actor_rollout_ref must be a mapping of keys, and it is [1]"),
+    "verl: a model that is none": ({"actor_rollout_ref": {"model": 3}, "data": {}}, "model must be a mapping of keys"),
+    "verl: options that are none": (verl(fused_kernel_options=3), "fused_kernel_options must be a mapping of keys"),
+    "llamafactory: a list of stages": (LLAMAFACTORY | CCE | {"stage": ["sft"]}, "stage: ['sft'] and loss_strategy 'cce'"),
+    "axolotl: a list of kinds": (AXOLOTL | CCE | NAMED | {"rl": ["dpo"], "trl": 1}, "rl: ['dpo'] and loss_strategy 'cce'"),
+    "ours: token weights": (OURS | CCE | {"loss_token_weight_key": "w"}, "loss_token_weight_key 'w' was given"),
     "ours: a misspelt key": (OURS | {"loss_strateg": "cce"}, "Did you mean 'loss_strategy'"),
     "ours: a value": (OURS | {"loss_z_loss": -1}, "loss_z_loss must be a number"),
     "ours: an NPU's kernels": (OURS | CCE | {"loss_options": {"kernels": "ascend"}}, "they run on an Ascend NPU, and this is a cpu"),
@@ -216,6 +224,47 @@ def test_each_run_of_a_comparison_is_said(doctor: Callable[..., dict[str, Any]])
     assert [note["what"].split(" (")[0] for note in found["findings"] if note["level"] == "note"] == [
         "on cpu this runs: naive", "on cpu this runs: cce",
     ]  # fmt: skip
+
+
+ADDING = "register({'loss_strategy': 'cce', 'loss_z_loss': 0.1})"
+
+
+def test_what_an_objective_cannot_add(doctor: Callable[..., dict[str, Any]]) -> None:
+    for framework, values in (("swift", SWIFT | REGISTERED | {"rlhf_type": "dpo"}), ("verl", verl())):
+        Path(f"{framework}_loss.py").write_text(
+            f"from loss_plugins.integrations.{framework} import register\n{ADDING}\n"
+        )
+        assert "Leave loss_z_loss out" in said(doctor(values), "error")
+
+
+REGISTERS = {
+    "by keyword": ("register(loss_config='ccee')", "Did you mean 'cce'"),
+    "by keyword, an option": ("register(loss_config={'loss_options': {'filtre': 'off'}})", "has all of loss_options"),
+    "no config": ("register(3)", "loss_strategy must be a name"),
+    "no name": ("register({4: 5})", "Unknown loss setting '4'"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), REGISTERS.values(), ids=REGISTERS)
+def test_what_a_file_of_python_registers(doctor: Callable[..., dict[str, Any]], call: str, words: str) -> None:
+    for framework, values in (("swift", SWIFT | REGISTERED), ("verl", verl())):
+        Path(f"{framework}_loss.py").write_text(f"from loss_plugins.integrations.{framework} import register\n{call}\n")
+        found = doctor(values)
+        assert (found["code"], found["file"]["framework"]) == (1, framework)
+        assert words in said(found, "error")
+
+
+def test_what_only_running_a_file_of_python_could_tell(doctor: Callable[..., dict[str, Any]]) -> None:
+    for call in ("register(config)", "register(*given)", "register(**given)", "register(loss_config=config)"):
+        Path("swift_loss.py").write_text(f"from loss_plugins.integrations.swift import register\n{call}\n")
+        found = doctor(SWIFT | REGISTERED)
+        assert (found["code"], found["file"]["asks"]) == (0, "asks nothing of loss_plugins that can be seen"), call
+
+
+def test_a_file_that_is_no_python(doctor: Callable[..., dict[str, Any]]) -> None:
+    for content in (b"\xff\xfe", b"register(\0)", b"register("):
+        Path("swift_loss.py").write_bytes(content)
+        assert "swift_loss.py is no Python" in said(doctor(SWIFT | REGISTERED), "error")
 
 
 def test_axolotl_drops_our_keys_without_our_plugin(doctor: Callable[..., dict[str, Any]]) -> None:

@@ -32,6 +32,7 @@ from .corpus import read_corpus
 from .data import IGNORED, Collator, DataArguments, Row, encode_all, read_rows, text_of
 from .launch import launch_line, refuse_what_a_cpu_leaves_out
 from .loading import DTYPES, ModelArguments, fit_config, keep_tokenizer, load_config, load_model, load_tokenizer
+from .refusals import refuse_token_weight
 from .trainer import LossPluginTrainer
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def run(args: LossPluginArguments, model: ModelArguments, data: DataArguments, j
             f"resume_from_checkpoint is {args.resume_from_checkpoint!r}, but a checkpoint belongs to one run and "
             f"strategies asks for {len(names)}. Set loss_strategy in place of strategies."
         )
+    refuse_token_weight(args.loss_config())
     refuse_what_a_cpu_leaves_out(args.device)
     settings = settings_of(names, args.loss_config())
     material = _prepare(args, model, data, {name: own["loss_options"] for name, own in settings.items()})

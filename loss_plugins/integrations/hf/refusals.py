@@ -56,8 +56,9 @@ def refuse_token_weight(config: LossConfig) -> None:
     """
     if config.loss_token_weight_key != LossConfig().loss_token_weight_key:
         raise ConfigError(
-            f"loss_token_weight_key {config.loss_token_weight_key!r} was given, but other trainers drop that column of "
-            "a batch or hand it to the model, which takes no weights. Leave it out, or train with LossPluginTrainer."
+            f"loss_token_weight_key {config.loss_token_weight_key!r} was given, but here such a column of a batch is "
+            "not made, or is dropped, or is handed to the model, which takes no weights. Leave it out, or train with "
+            "LossPluginTrainer in a script of your own."
         )
 
 

@@ -151,7 +151,7 @@ def conflicts(values: Mapping[str, Any], config: LossConfig) -> Iterator[str]:
             f"LLaMA-Factory takes more from the model than its loss or log-probabilities. The stages that do not are "
             f"{', '.join(STAGES)}; delete our loss_ keys for another."
         )
-    if stage in LOG_PROBS:
+    elif stage in LOG_PROBS:
         yield from additions(config, f"stage: {stage}")
     elif values.get("use_dft_loss"):
         yield from additions(config, "use_dft_loss")
