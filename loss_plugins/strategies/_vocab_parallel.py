@@ -45,8 +45,8 @@ class VocabParallel:
         group: The group, of ``torch.distributed``; None for all processes.
         sequence_axis: An axis of ``hidden``, if each process has only an equal part of it along that axis: the parts
             are gathered in the order of the ranks, and each process gets the gradient of its own. Labels are whole.
-        vocab: How many classes all have together, if that is known. Otherwise the processes tell each other once, and
-            check that their parts make a whole.
+        vocab: How many classes all have together, if that is known. The processes tell each other once, and check that
+            their parts make a whole, and this one. Parts of `even` do so by themselves.
 
     Raises:
         ConfigError: bounds that are none.
@@ -76,7 +76,9 @@ class VocabParallel:
         _check_vocab(vocab)
         rank, world = _place(group)
         size = -(-vocab // world)
-        return cls(min(rank * size, vocab), min((rank + 1) * size, vocab), group, sequence_axis, vocab)
+        parallel = cls(min(rank * size, vocab), min((rank + 1) * size, vocab), group, sequence_axis, vocab)
+        parallel._agreed.append(vocab)
+        return parallel
 
     @property
     def rows(self) -> slice:
@@ -85,25 +87,23 @@ class VocabParallel:
 
     @torch.compiler.disable
     def whole_vocab(self, weight: Tensor) -> int:
-        """V, of which ``weight`` holds this process's rows. The first call without ``vocab`` asks the others.
+        """V, of which ``weight`` holds this process's rows. The first call asks the others.
 
         Raises:
             ConfigError: the parts are no whole, or ``weight`` is not this process's.
         """
         rank, world = _place(self.group)
-        known = self.vocab if self.vocab is not None else self._agreed[0] if self._agreed else None
-        if known is None:
-            own = torch.tensor([self.start, self.stop, weight.shape[0]], device=weight.device)
+        if not self._agreed:
+            own = torch.tensor([self.start, self.stop, weight.shape[0], self.vocab or 0], device=weight.device)
             parts = [torch.empty_like(own) for _ in range(world)]
             torch.distributed.all_gather(parts, own, group=self.group)
-            known = _sum_of_parts([[int(n) for n in part] for part in parts])
-            self._agreed.append(known)
+            self._agreed.append(_sum_of_parts([[int(n) for n in part] for part in parts]))
         if weight.shape[0] != self.stop - self.start:
             raise ConfigError(
                 f"weight must have the rows [{self.start}, {self.stop}) of process {rank}, {self.stop - self.start}, "
                 f"got {weight.shape[0]}. Pass the part of the head that this process holds: weight[vocab_parallel.rows]"
             )
-        return known
+        return self._agreed[0]
 
     @torch.compiler.disable
     def whole_sequence(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -350,18 +350,24 @@ def _place(group: Any) -> tuple[int, int]:
 
 
 def _sum_of_parts(parts: list[list[int]]) -> int:
-    """V of parts ``[start, stop, rows of the weight]``."""
+    """V of parts ``[start, stop, rows of the weight, V as far as it is known]``."""
     stop = 0
-    for start, end, _ in sorted(parts):
+    for start, end, *_ in sorted(parts):
         if start != stop:
             stop = -1
             break
         stop = end
-    if stop < 0 or any(rows != end - start for start, end, rows in parts):
-        listed = ", ".join(f"[{start}, {end}) with {rows} rows of weight" for start, end, rows in parts)
+    if stop < 0 or any(rows != end - start for start, end, rows, _ in parts):
+        listed = ", ".join(f"[{start}, {end}) with {rows} rows of weight" for start, end, rows, _ in parts)
         raise ConfigError(
             f"The parts of a vocabulary-parallel head must make a whole without gaps, got {listed}. Give each process "
             "the rows that follow those of another, as VocabParallel.even does."
+        )
+    others = sorted({vocab for *_, vocab in parts if vocab not in (0, stop)})
+    if others:
+        raise ConfigError(
+            f"The parts of a vocabulary-parallel head have {stop} classes together, and vocab={others[0]} was given. "
+            f"Give vocab={stop}, or leave it out."
         )
     return stop
 

@@ -74,7 +74,10 @@ def test_even_parts_are_torchs_chunks(results: dict[str, Any]) -> None:
         ("no such class", f"neither in [0, {VOCAB})"),
         ("whole bias", "bias must be"),
         ("unequal sequence", "Pad the sequence"),
-        ("trusted and wrong", "in no part of the vocabulary or in several"),
+        ("the same part", "make a whole without gaps"),
+        ("a gap in what is known", "make a whole without gaps"),
+        ("an overlap in what is known", "make a whole without gaps"),
+        ("another vocabulary", f"have {VOCAB} classes together, and vocab={VOCAB + 1} was given"),
         ("no gradient", "UnsupportedError"),
     ],
 )

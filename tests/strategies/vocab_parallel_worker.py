@@ -192,7 +192,12 @@ def refused(parallel: VocabParallel) -> None:
     attempt("no such class", parallel, labels=torch.where(labels == 0, VOCAB, labels))
     attempt("whole bias", parallel, bias=made["bias"])
     attempt("unequal sequence", VocabParallel(parallel.start, parallel.stop, sequence_axis=1))
-    attempt("trusted and wrong", VocabParallel(0, CUT, vocab=VOCAB), made["weight"][:CUT])
+    attempt("the same part", VocabParallel(0, CUT, vocab=VOCAB), made["weight"][:CUT])
+    known = VocabParallel(gap.start, gap.stop, vocab=VOCAB)
+    attempt("a gap in what is known", known, made["weight"][known.rows])
+    known = VocabParallel(0, CUT + 1, vocab=VOCAB) if rank == 0 else VocabParallel(CUT, VOCAB, vocab=VOCAB)
+    attempt("an overlap in what is known", known, made["weight"][known.rows])
+    attempt("another vocabulary", VocabParallel(parallel.start, parallel.stop, vocab=VOCAB + rank))
     said = ""
     try:
         linear_cross_entropy(
