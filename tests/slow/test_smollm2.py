@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loss_plugins.cli._settings import read_job
-from loss_plugins.integrations.hf.job import SETTINGS, run
-from loss_plugins.integrations.hf.loading import ModelArguments, load_model, load_tokenizer
+from loss_plugins.integrations.hf import job
 
 YAML = """
 model_name_or_path: {model}
@@ -43,22 +44,40 @@ def gguf_file() -> Path:
 
 
 def results_of(model: Path, folder: Path, *words: str) -> dict[str, Any]:
-    job = folder / f"{model.stem}.yaml"
-    job.write_text(YAML.format(model=model, output=folder / f"{model.stem}-out"))
-    results: dict[str, Any] = run(*read_job(job, words, SETTINGS)).summary["strategies"]
+    yaml = folder / f"{model.stem}.yaml"
+    yaml.write_text(YAML.format(model=model, output=folder / f"{model.stem}-out"))
+    results: dict[str, Any] = job.run(*read_job(yaml, words, job.SETTINGS)).summary["strategies"]
     return results
+
+
+@contextlib.contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """In it, what a job loads is saved in ``folder`` too: unpacking the GGUF takes longer than training."""
+    load_model, load_tokenizer = job.load_model, job.load_tokenizer
+
+    def keep_model(*arguments: Any) -> Any:
+        model = load_model(*arguments)
+        model.save_pretrained(folder)
+        return model
+
+    def keep_tokenizer(*arguments: Any) -> Any:
+        loaded = load_tokenizer(*arguments)
+        loaded[0].save_pretrained(folder)
+        return loaded
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "load_model", keep_model)
+        patch.setattr(job, "load_tokenizer", keep_tokenizer)
+        yield
 
 
 @pytest.mark.slow
 def test_every_strategy_fine_tunes_it_alike(gguf_file: Path, tmp_path: Path) -> None:
-    naive = results_of(gguf_file, tmp_path, "--loss_strategy", "naive")["naive"]
+    with kept(tmp_path / "unpacked"):
+        naive = results_of(gguf_file, tmp_path, "--loss_strategy", "naive")["naive"]
     assert naive["losses"][0] < 4, "a pretrained model predicts code far better than chance (10.8)"
     assert abs(naive["losses"][1] - naive["losses"][0]) > 0.01, "nothing was trained"
-    # the others from a folder: unpacking the GGUF takes longer than training
-    arguments, folder = ModelArguments(model_name_or_path=str(gguf_file)), tmp_path / "folder"
-    load_model(arguments, None).save_pretrained(folder)
-    load_tokenizer(arguments, [], folder)[0].save_pretrained(folder)
-    results = results_of(folder, tmp_path, "--strategies", "chunked", "flce", "cce")
+    results = results_of(tmp_path / "unpacked", tmp_path, "--strategies", "chunked", "flce", "cce")
     for name in ("chunked", "flce", "cce"):
         # plain SGD: its step is as exact as the gradient. torch's float32 log-softmax over 49,152 entries is itself 8e-6
         # from the float64 value, the strategies with their own sums 1e-7
