@@ -238,6 +238,7 @@ def test_undo_leaves_nothing(saved: Path) -> None:
     modules = [import_module(cls.__module__) for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
     before = [dict(vars(trainer)), *(dict(vars(model)) for model in models), *(dict(vars(m)) for m in modules)]
     classes = [(type(model), type(model.lm_head)) for model in models]
+    callbacks = list(trainer.callback_handler.callbacks)
     served = serve_trainer(trainer, "cce")
     assert find_handle(models[0]) is served.handles[0]
     served.undo()
@@ -249,6 +250,10 @@ def test_undo_leaves_nothing(saved: Path) -> None:
         assert all(one[key] is other[key] for key in one if key not in ("_forward", "forward"))
     for model, there in zip(models, before[1:3], strict=True):
         assert model.__dict__.get("forward") == there.get("forward")
+    assert trainer.callback_handler.callbacks == callbacks
+    losses = [[entry["loss"] for entry in history(each)] for each in (trainer, build("DPO", saved))]
+    assert losses[0] == losses[1]
+    assert find_handle(models[0]) is None
 
 
 def test_generation_is_stock(saved: Path) -> None:

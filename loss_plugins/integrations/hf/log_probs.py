@@ -95,8 +95,10 @@ class ServedTrainer:
                 self._wrap(name)
         self._modules = [sys.modules[cls.__module__] for cls in type(trainer).__mro__ if cls.__module__ in sys.modules]
         _replace(self._modules)
+        self._callback: LossPluginCallback | None = None
         if not any(isinstance(each, LossPluginCallback) for each in trainer.callback_handler.callbacks):
-            trainer.add_callback(LossPluginCallback(config))
+            self._callback = LossPluginCallback(config)
+            trainer.add_callback(self._callback)
 
     def undo(self) -> None:
         """Take everything back. Doing it again does nothing."""
@@ -107,6 +109,9 @@ class ServedTrainer:
                 handle.undo()
             take_off(handle)
         self.handles, self._patched = [], []
+        if self._callback is not None:  # it would patch the model again when training begins
+            self.trainer.remove_callback(self._callback)
+            self._callback = None
         _restore(self._modules)
         self._modules = []
 
