@@ -69,9 +69,22 @@ def test_as_an_argument_of_the_trainer(tmp_path: Path, caplog: pytest.LogCapture
     assert len(said(caplog)) == 1
 
 
-def test_what_stock_does_not_have_is_left_out_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = {"loss_strategy": "flce", "loss_z_loss": 1e-2, "label_smoothing_factor": 0.1}
-    settings |= {"loss_class_weight": [1.0 + i / VOCAB for i in range(VOCAB)]}
+@pytest.mark.parametrize(
+    "added",
+    [
+        {
+            "loss_z_loss": 1e-2,
+            "label_smoothing_factor": 0.1,
+            "loss_class_weight": [1.0 + i / VOCAB for i in range(VOCAB)],
+        },
+        {"loss_objective": "dft"},
+    ],
+    ids=["added", "objective"],
+)
+def test_what_stock_does_not_have_is_left_out_of_it(
+    added: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"loss_strategy": "flce", **added}
     weighted = [row | {"token_weight": torch.linspace(0, 1, 12)} for row in rows()]
     plain = run(LossPluginTrainer, tmp_path, data=weighted, **settings)
     checked = run(LossPluginTrainer, tmp_path, data=weighted, loss_self_check=True, **settings)

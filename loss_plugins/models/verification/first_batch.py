@@ -107,6 +107,7 @@ def set_aside(handle: PatchHandle, rows: int, device: torch.device) -> Iterator[
     handle.config = replace(handle.config, **OFF)
     if handle.config.loss_strategy == "auto":
         handle.config = replace(handle.config, loss_strategy=_choice(handle, rows, device))
+    handle.objective = None
     handle.fields, handle.counts, handle.statistics = (), Counts(), StatisticsBuffer()
     handle.before_loss, handle.after_loss_backward = [], []
     try:
@@ -116,7 +117,7 @@ def set_aside(handle: PatchHandle, rows: int, device: torch.device) -> Iterator[
             setattr(handle, name, value)
 
 
-_KEPT = ("config", "fields", "counts", "statistics", "before_loss", "after_loss_backward")
+_KEPT = ("config", "objective", "fields", "counts", "statistics", "before_loss", "after_loss_backward")
 
 
 def _choice(handle: PatchHandle, rows: int, device: torch.device) -> str:
