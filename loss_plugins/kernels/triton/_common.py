@@ -85,13 +85,19 @@ def exp_difference(b_high, b_low, FAST: tl.constexpr):
 @triton.jit
 def softmax_gradient(b_z, lse, coef_p, coef_label, labels, o_n, m_n, o_v, FAST: tl.constexpr):
     """Eq. (5) of one tile without what smoothing spreads."""
-    # rows past the end have an infinite log-sum-exp, so their probabilities are zero
-    b_lse = tl.load(lse + o_n, mask=m_n, other=float("inf"))
-    b_dz = exp_difference(b_z, b_lse[:, None], FAST) * tl.load(coef_p + o_n, mask=m_n, other=0.0)[:, None]
+    b_dz = weighted_probabilities(b_z, lse, tl.load(coef_p + o_n, mask=m_n, other=0.0), o_n, m_n, FAST)
     b_label = tl.load(labels + o_n, mask=m_n, other=-1)
     b_at_label = tl.load(coef_label + o_n, mask=m_n, other=0.0)
     b_dz -= tl.where(o_v[None, :] == b_label[:, None], b_at_label[:, None], 0.0)
     return b_dz
+
+
+@triton.jit
+def weighted_probabilities(b_z, lse, b_coef, o_n, m_n, FAST: tl.constexpr):
+    """The same of a tile in which no label counts."""
+    # rows past the end have an infinite log-sum-exp, so their probabilities are zero
+    b_lse = tl.load(lse + o_n, mask=m_n, other=float("inf"))
+    return exp_difference(b_z, b_lse[:, None], FAST) * b_coef[:, None]
 
 
 @triton.jit

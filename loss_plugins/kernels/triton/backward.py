@@ -223,7 +223,7 @@ def _filtered(
     lists = listed(marks, vocab, capacity, d_weight is not None)
     seen = Seen(lists)
     some = count * ~lists.everything
-    taken = add_sample(packed, weight, bias, row_data, some, unit, scale, softcap, marks, d_hidden, d_weight)
+    taken = add_sample(packed, weight, bias, row_data[:3], some, unit, scale, softcap, marks, d_hidden, d_weight)
     add_filtered(
         packed, weight, bias, row_data[:4], count, unit, scale, softcap, lists, seen, capacity, taken, d_hidden,
         d_weight,

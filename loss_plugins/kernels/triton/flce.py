@@ -1,11 +1,12 @@
 """Fused linear cross-entropy: three products a chunk of rows, none computed twice.
 
-For each chunk of rows: one kernel computes the logits, eq. (1), and stores ``E = exp(z - R)`` in bfloat16, where the
-offset R of a row is its label's logit, known beforehand; the row's sum S comes out at its end. A second kernel turns E
-into dZ in place, eq. (9): ``p`` is E over S, and the label's entry, by far the largest, comes from float32. An E that
-would overflow raises its row's R on the way (a logit more than 60 above the label's); the second kernel brings what was
-stored before to the last R. Two products give dX and dW. Peak beside the results: the chunk (``chunk * V * 2`` bytes),
-dW in float32 where there are several chunks, and one copy of the rows.
+For each chunk of rows one kernel computes the logits, eq. (1), and stores ``E = exp(z - R)`` in bfloat16, where the
+offset R of a row is its label's logit, known beforehand; the row's sum comes out at its end. The label's entry, by far
+the largest, is then put in its place from float32 numbers. What makes dZ of E, eq. (9), is one number a row: it scales
+the rows of X for dW, and those of the product for dX, and no pass over the chunk is needed. An E that would overflow
+raises its row's R on the way (a logit more than 60 above the label's); then a second kernel brings what was stored
+before to the last R. Peak beside the results: the chunk (``chunk * V * 2`` bytes), dW in float32 where there are
+several chunks, and two copies of the rows.
 
 Half types other than bfloat16, label smoothing (which needs S inside the chunk) and devices without bulk tensor copies
 take the two passes of `linear_ce_forward` and `linear_ce_backward`.
@@ -37,7 +38,7 @@ from ._common import (
     transform,
 )
 from .backward import linear_ce_backward
-from .linear_ce import linear_ce_forward, merge_strips, programs_for, strips_of
+from .linear_ce import label_logits, linear_ce_forward, merge_strips, programs_for, strips_of
 from .product import add_product, library_product, store_product
 from .rows import counted_first, packed_rows
 
@@ -50,11 +51,11 @@ def _exp_kernel(
     weight,  # (V, H) descriptor
     bias,  # (V,)
     labels,  # (N,) int64
+    labelled,  # (blocks, tiles) bytes, whether a tile has the label of one of the block's rows
     offset,  # (N,) float32
     count,  # () int64
-    parts,  # (5, programs, BLOCK_N) float32: offset, sum without the label, label logit, -, moment without the label
+    parts,  # (5, programs, BLOCK_N) float32: offset, sum without the label, largest, -, moment without the label
     best,  # (programs, BLOCK_N) int32
-    best_value,  # (programs, BLOCK_N) float32
     tile_offset,  # (tiles, N) float32
     out,  # (N, V) descriptor
     N,
@@ -73,12 +74,14 @@ def _exp_kernel(
     HAS_SOFTCAP: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_BEST: tl.constexpr,
+    WHOLE: tl.constexpr,  # no tile reaches past the end
     FAST: tl.constexpr,
 ):
     n = tl.load(count).to(tl.int32)
     programs = tl.num_programs(0)
     strips = strips_of(n, programs, tiles, BLOCK_N)
-    i_n = tl.program_id(0) // strips * BLOCK_N
+    i_block = tl.program_id(0) // strips
+    i_n = i_block * BLOCK_N
     i_strip = tl.program_id(0) % strips
     if i_n >= n:
         return
@@ -87,7 +90,6 @@ def _exp_kernel(
     b_label = tl.load(labels + o_n, mask=m_n, other=-1)
     b_offset = tl.load(offset + o_n, mask=m_n, other=0.0)
     b_sum = tl.zeros((BLOCK_N,), tl.float32)
-    b_target = tl.zeros((BLOCK_N,), tl.float32)
     b_moment = tl.zeros((BLOCK_N,), tl.float32)
     b_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     b_best = tl.zeros((BLOCK_N,), tl.int32)
@@ -97,9 +99,8 @@ def _exp_kernel(
         m_v = o_v < V
         b_z = logits_tile(hidden, weight, 1, 1, i_n, i_v, m_n, m_v, H, BLOCK_N, BLOCK_V, BLOCK_H, DTYPE, "ieee", True)
         b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-        b_z = tl.where(m_v[None, :] & m_n[:, None], b_z, float("-inf"))
-        b_hit = o_v[None, :] == b_label[:, None]
-        b_target += tl.sum(tl.where(b_hit, b_z, 0.0), 1)
+        if not WHOLE:
+            b_z = tl.where(m_v[None, :], b_z, float("-inf"))
         b_max = tl.max(b_z, 1)
         if WANT_BEST:
             b_best = tl.where(b_max > b_top, tl.argmax(b_z, 1) + i_v, b_best)
@@ -107,15 +108,21 @@ def _exp_kernel(
         b_new = tl.where(b_max - b_offset > limit, b_max, b_offset)
         b_carry = tl.exp(b_offset - b_new)
         b_exp = exp_difference(b_z, b_new[:, None], FAST)
-        b_other = tl.where(b_hit, 0.0, b_exp)
+        b_others = tl.sum(b_exp, 1)
         if WANT_ENTROPY:
+            b_other = tl.where(o_v[None, :] == b_label[:, None], 0.0, b_exp)
             b_moment = (b_moment + (b_offset - b_new) * b_sum) * b_carry
             b_moment += tl.sum(b_other * tl.where(b_other > 0, b_z - b_new[:, None], 0.0), 1)
-        b_sum = b_sum * b_carry + tl.sum(b_other, 1)
+        # few tiles have a label, and looking for it takes as long as the sum
+        if tl.load(labelled + i_block * tiles + i_tile) > 0:
+            b_others = tl.sum(tl.where(o_v[None, :] == b_label[:, None], 0.0, b_exp), 1)
+        b_sum = b_sum * b_carry + b_others
         b_offset = b_new
         tl.store(tile_offset + i_tile * N + o_n, b_new, mask=o_n < N)
         if HAS_SOFTCAP:
-            b_z = tl.where(m_v[None, :] & m_n[:, None], b_z / softcap, 0.0)
+            b_z = b_z / softcap
+            if not WHOLE:
+                b_z = tl.where(m_v[None, :], b_z, 0.0)
             b_exp *= 1 - b_z * b_z
         out.store([i_n, i_v], b_exp.to(out.dtype))
 
@@ -123,53 +130,50 @@ def _exp_kernel(
     size = programs * BLOCK_N
     tl.store(parts + o_part, b_offset)
     tl.store(parts + size + o_part, b_sum)
-    tl.store(parts + 2 * size + o_part, b_target)
     if WANT_ENTROPY:
         tl.store(parts + 4 * size + o_part, b_moment)
     if WANT_BEST:
         tl.store(best + o_part, b_best)
-        tl.store(best_value + o_part, b_top)
+        tl.store(parts + 2 * size + o_part, b_top)
 
 
 @triton.jit(do_not_specialize=["N", "tiles"])
-def _gradient_kernel(
+def _raised_kernel(
     out,  # (N, columns) bfloat16
     tile_offset,  # (tiles, N) float32
     offset,  # (N,) float32, the last one
-    factor,  # (N,) float32
-    labels,  # (N,) int64
-    entry,  # (N,) float32, the gradient of the label's logit
     count,  # () int64
     N,
     tiles,
     out_row,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
-    """E into dZ, eq. (9), in place: the sum is known now, and what was stored under an earlier offset is brought to the
-    last one. The label's entry, by far the largest, is rounded once."""
-    i_n = tl.program_id(0) // tiles * BLOCK_N
-    i_tile = tl.program_id(0) % tiles
-    n = tl.load(count).to(tl.int32)
-    if i_n >= n:
-        return
-    o_n = i_n + tl.arange(0, BLOCK_N)
-    m_n = o_n < n
-    b_was = tl.load(tile_offset + i_tile.to(tl.int64) * N + o_n, mask=m_n, other=0.0)
+    """What was stored under an earlier offset is brought to the last one. Hardly a row has two."""
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < tl.load(count)
     b_is = tl.load(offset + o_n, mask=m_n, other=0.0)
-    b_factor = tl.load(factor + o_n, mask=m_n, other=0.0) * tl.exp(b_was - b_is)
-    o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    p_out = out + o_n.to(tl.int64)[:, None] * out_row + o_v[None, :]
-    b_dz = tl.load(p_out, mask=m_n[:, None], other=0.0).to(tl.float32) * b_factor[:, None]
-    b_label = tl.load(labels + o_n, mask=m_n, other=-1)
-    b_entry = tl.load(entry + o_n, mask=m_n, other=0.0)
-    b_dz = tl.where(o_v[None, :] == b_label[:, None], b_entry[:, None], b_dz)
-    tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=m_n[:, None])
+    i_first = tl.program_id(1) * BLOCK_T
+    o_t = i_first + tl.arange(0, BLOCK_T)
+    p_were = tile_offset + o_t[:, None] * N + o_n[None, :]
+    b_were = tl.load(p_were, mask=(o_t < tiles)[:, None] & m_n[None, :], other=0.0)
+    b_raised = (b_were != b_is[None, :]) & (o_t < tiles)[:, None] & m_n[None, :]
+    if tl.max(tl.max(b_raised.to(tl.int32), 1), 0) == 0:
+        return
+    for i_tile in range(i_first, tl.minimum(i_first + BLOCK_T, tiles)):
+        b_was = tl.load(tile_offset + i_tile * N + o_n, mask=m_n, other=0.0)
+        m_raised = m_n & (b_was != b_is)
+        o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        p_out = out + o_n.to(tl.int64)[:, None] * out_row + o_v[None, :]
+        b_exp = tl.load(p_out, mask=m_raised[:, None], other=0.0).to(tl.float32) * tl.exp(b_was - b_is)[:, None]
+        tl.store(p_out, b_exp.to(out.dtype.element_ty), mask=m_raised[:, None])
 
 
 class _Chunk(NamedTuple):
-    """A chunk's results, rows in packed order."""
+    """A chunk's results, rows in packed order. ``factor`` makes dZ of what the chunk holds, 0 where no row counts."""
 
+    factor: Tensor
     loss: Tensor
     nll: Tensor
     lse: Tensor
@@ -232,18 +236,23 @@ def flce_forward(
             ignore_index, scale, softcap, z_loss, want_entropy, want_predicted, chunk, blocks,
         )  # fmt: skip
         results.append(part)
-        dz = chunk[: r1 - r0, :vocab]
-        counts = (torch.arange(r1 - r0, device=hidden.device) < left)[:, None]
+        exps, factor = chunk[: r1 - r0, :vocab], part.factor[:, None]
         if need_bias:
-            d_bias += library_product(dz, counts.to(dtype), transposed=True)[:, 0]
+            # in two numbers of the half type, so that it is rounded as little as a float32 one
+            high = factor.to(dtype)
+            both = torch.cat([high, (factor - high).to(dtype)], 1)
+            d_bias += library_product(exps, both, transposed=True).sum(1)
         if need_hidden:
             # few rows make few tiles, which the library spreads over the device better than a tile a program does
-            d_packed[r0:r1] = torch.where(counts, library_product(dz, weight, transposed=False), 0.0)
-        if need_weight and r0:
-            add_product(dz, packed[r0:r1], d_weight, left, transposed=True)
-        elif need_weight:
-            store_product(dz, packed[r0:r1], d_weight, left, torch.ones_like(row_scale[:1]), transposed=True)
-    del chunk, dz  # before dW is rounded, which takes as much again
+            d_packed[r0:r1] = library_product(exps, weight, transposed=False).mul_(factor)
+        if need_weight:
+            scaled = (packed[r0:r1] * factor).to(dtype)
+            if r0:
+                add_product(exps, scaled, d_weight, left, transposed=True)
+            else:
+                store_product(exps, scaled, d_weight, left, torch.ones_like(row_scale[:1]), transposed=True)
+            del scaled
+    del chunk, exps  # before dW is rounded, which takes as much again
     loss, nll, lse, entropy, predicted = (
         torch.cat([getattr(p, name) for p in results]) for name in ("loss", "nll", "lse", "entropy", "predicted")
     )
@@ -276,57 +285,59 @@ def _exp_chunk(
     chunk: Tensor,  # (>= n, whole tiles) written
     blocks: Blocks,
 ) -> _Chunk:
-    """Fill ``chunk`` with dZ."""
+    """Fill ``chunk`` with what is dZ but for a factor of each row."""
     (rows, width), vocab, device = hidden.shape, weight.shape[0], hidden.device
-    valid = labels != ignore_index
+    valid = (labels != ignore_index) & (torch.arange(rows, device=device) < count)
     safe = torch.where(valid, labels, 0)
-    offset = (hidden * weight[safe]).sum(1, dtype=torch.float32)
-    if bias is not None:
-        offset = offset + bias[safe]
-    offset = offset * scale
-    if softcap:
-        offset = softcap * torch.tanh(offset / softcap)
+    target = label_logits(hidden, weight, bias, safe, count, scale, softcap, hidden.dtype)
     # a label that is masked out has no finite logit to start from
-    offset = torch.nan_to_num(offset, nan=-1e30, neginf=-1e30, posinf=1e30).clamp(-1e30, 1e30)
+    offset = torch.nan_to_num(target, nan=-1e30, neginf=-1e30, posinf=1e30).clamp(-1e30, 1e30)
     tiles = triton.cdiv(vocab, blocks.v)
+    height = triton.cdiv(rows, blocks.n)
+    labelled = torch.zeros(height * tiles, dtype=torch.int8, device=device)
+    labelled.index_fill_(0, torch.arange(rows, device=device) // blocks.n * tiles + safe // blocks.v, 1)
     programs = programs_for(rows, width * hidden.element_size(), tiles, blocks, device)
     parts = torch.empty(5, 1, programs, blocks.n, dtype=torch.float32, device=device)
     best = torch.empty(programs if want_predicted else 0, blocks.n, dtype=torch.int32, device=device)
-    best_value = torch.empty_like(best, dtype=torch.float32)
     tile_offset = torch.empty(tiles, rows, dtype=torch.float32, device=device)
     with on(device):
         _exp_kernel[(programs,)](
             descriptor(hidden, [blocks.n, blocks.h]), descriptor(weight, [blocks.v, blocks.h]),
-            bias if bias is not None else hidden, labels, offset, count, parts, best, best_value, tile_offset,
+            bias if bias is not None else hidden, labels, labelled, offset, count, parts, best, tile_offset,
             descriptor(chunk, [blocks.n, blocks.v]), rows, vocab, tiles, float(scale), float(softcap), LIMIT,
             H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h, DTYPE=compute_dtype(hidden.dtype),
             HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
-            WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, FAST=fast_exp(device, hidden.dtype),
-            num_warps=blocks.warps, num_stages=blocks.stages,
+            WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, WHOLE=vocab % blocks.v == 0,
+            FAST=fast_exp(device, hidden.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
-        (offset, other, target, _, moment, _), predicted = merge_strips(
-            parts, best, best_value, count, rows, tiles, blocks, False, want_entropy, want_predicted
+        (offset, other, _, _, moment, _), predicted = merge_strips(
+            parts, best, count, rows, tiles, blocks, False, want_entropy, want_predicted
         )
+        _raised_kernel[(triton.cdiv(rows, 32), triton.cdiv(tiles, 64))](
+            chunk, tile_offset, offset, count, rows, tiles, chunk.stride(0), BLOCK_N=32, BLOCK_V=blocks.v, BLOCK_T=64,
+            num_warps=4,
+        )  # fmt: skip
     at_label = torch.exp(target - offset)
     sum_ = torch.where(valid, other + at_label, 1.0)
     loss, nll, lse = row_terms(offset, sum_, target, None, labels, valid, class_weight, 0.0, z_loss, vocab)
     coef_p, coef_label, _ = row_coefficients(row_scale, lse, labels, valid, class_weight, 0.0, z_loss, vocab)
     # without a z-loss both coefficients are one, and p - 1 is minus the other columns' share, which does not cancel
-    entry = coef_p * (at_label / sum_) - coef_label if z_loss else -coef_p * (other / sum_)
+    entry = -other
+    if z_loss:
+        # a row whose z-loss pulls exactly as much as its label has nothing but the label's entry
+        least = coef_label.abs() * 2.0**-40
+        coef_p = torch.where(coef_p.abs() < least, least, coef_p)
+        entry = at_label - torch.where(coef_p != 0, coef_label / coef_p, 0.0) * sum_
     if softcap:
         entry = entry * (1 - (target / softcap).square())
-    with on(device):
-        _gradient_kernel[(triton.cdiv(rows, 32) * tiles,)](
-            chunk, tile_offset, offset, coef_p * scale / sum_, safe, entry * scale, count, rows, tiles,
-            chunk.stride(0), BLOCK_N=32, BLOCK_V=blocks.v, num_warps=8,
-        )  # fmt: skip
+    chunk[:rows].scatter_(1, safe[:, None], entry.to(chunk.dtype)[:, None])
     entropy = other.new_zeros(0)
     if want_entropy:
         whole = moment + at_label * (target - offset)
         entropy = torch.where(valid, sum_.log() - whole / sum_, 0.0)
     if want_predicted:
         predicted = torch.where(valid, predicted.to(torch.int64), ignore_index)
-    return _Chunk(loss, nll, lse, entropy, predicted.to(torch.int64))
+    return _Chunk(coef_p * (scale / sum_), loss, nll, lse, entropy, predicted.to(torch.int64))
 
 
 def _two_passes(

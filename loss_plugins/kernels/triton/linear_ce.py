@@ -293,7 +293,6 @@ def strips_of(n, programs, tiles, BLOCK_N: tl.constexpr):
 def _merge_kernel(
     parts,  # (6, slices, programs, BLOCK_N) float32
     best,  # (slices, programs, BLOCK_N) int32
-    best_value,  # (slices, programs, BLOCK_N) float32
     count,  # () int64
     out,  # (6, N) float32
     out_best,  # (N,) int32
@@ -305,7 +304,6 @@ def _merge_kernel(
     HAS_SMOOTHING: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_BEST: tl.constexpr,
-    HAS_TARGET: tl.constexpr,
     MARKED: tl.constexpr,
 ):
     i_block = tl.program_id(0)
@@ -316,7 +314,6 @@ def _merge_kernel(
     size = slices * programs * BLOCK_N
     b_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_N,), tl.float32)
-    b_target = tl.zeros((BLOCK_N,), tl.float32)
     b_weighted = tl.zeros((BLOCK_N,), tl.float32)
     b_moment = tl.zeros((BLOCK_N,), tl.float32)
     b_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -327,8 +324,6 @@ def _merge_kernel(
         o_part = i_program * BLOCK_N + tl.arange(0, BLOCK_N)
         b_max_s = tl.load(parts + o_part)
         b_sum_s = tl.load(parts + size + o_part)
-        if HAS_TARGET:
-            b_target += tl.load(parts + 2 * size + o_part)
         b_new = tl.maximum(b_max, b_max_s)
         b_anchor = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_carry = tl.exp(b_max - b_anchor)
@@ -342,7 +337,7 @@ def _merge_kernel(
             b_moment = (b_moment + b_moved) * b_carry + (b_moment_s + b_moved_s) * b_carry_s
         if WANT_BEST:
             # only a larger one, so that the first of equals stays
-            b_top_s = tl.load(best_value + o_part)
+            b_top_s = tl.load(parts + 2 * size + o_part)
             b_best = tl.where(b_top_s > b_top, tl.load(best + o_part), b_best)
             b_top = tl.maximum(b_top, b_top_s)
         if MARKED:
@@ -353,7 +348,6 @@ def _merge_kernel(
     m_n = o_n < n
     tl.store(out + o_n, b_max, mask=m_n)
     tl.store(out + N + o_n, b_sum, mask=m_n)
-    tl.store(out + 2 * N + o_n, b_target, mask=m_n)
     tl.store(out + 3 * N + o_n, b_weighted, mask=m_n)
     tl.store(out + 4 * N + o_n, b_moment, mask=m_n)
     if WANT_BEST:
@@ -471,15 +465,13 @@ def _row_sums(
                 num_warps=blocks.warps, num_stages=blocks.stages,
             )  # fmt: skip
         return merge_strips(
-            parts, best, parts[2], count, rows, tiles, blocks, smoothing, want_entropy, want_predicted,
-            has_target=False, marked=mark,
+            parts, best, count, rows, tiles, blocks, smoothing, want_entropy, want_predicted, marked=mark
         )  # fmt: skip
 
 
 def merge_strips(
     parts: Tensor,
     best: Tensor,
-    best_value: Tensor,
     count: Tensor,
     rows: int,
     tiles: int,
@@ -487,16 +479,15 @@ def merge_strips(
     smoothing: bool,
     want_entropy: bool,
     want_predicted: bool,
-    has_target: bool = True,
     marked: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """((6, N) maximum, sum, label logit, weighted sum, moment, kept; (N,) best) of the rows that count, else 0."""
+    """((6, N) anchor, sum, -, weighted sum, moment, kept; (N,) best) of the rows that count, else 0."""
     merged = torch.zeros(6, rows, dtype=torch.float32, device=parts.device)
     top = torch.zeros(rows if want_predicted else 0, dtype=torch.int32, device=parts.device)
     _merge_kernel[(triton.cdiv(rows, blocks.n),)](
-        parts, best, best_value, count, merged, top, rows, parts.shape[1], parts.shape[2], tiles, BLOCK_N=blocks.n,
+        parts, best, count, merged, top, rows, parts.shape[1], parts.shape[2], tiles, BLOCK_N=blocks.n,
         HAS_SMOOTHING=smoothing, WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted,
-        HAS_TARGET=has_target, MARKED=marked,
+        MARKED=marked,
     )  # fmt: skip
     return merged, top
 

@@ -7,7 +7,7 @@ batch's own noise does not, and a fine-tuned model ends measurably worse without
 no place in a batch goes with a column, and two runs still give the same bits.
 
 Column ``32 c + o`` is bit ``o`` of a word of the marks, and lies in row ``c`` of the head seen as (V / 32, 32 H): the
-tiles here are of one ``o``, which bulk copies read as they are. The last V % 32 columns have no part.
+tiles here are of one ``o``, which bulk copies read as they are. The last V % 32 columns are always marked.
 
 Letters: N rows, H hidden width, V vocabulary, W whole words, O columns of a word that a block takes.
 """
@@ -35,8 +35,8 @@ from ._common import (
     on,
     precision,
     processors,
-    softmax_gradient,
     transform,
+    weighted_probabilities,
 )
 from .marks import MARKED_ROWS
 
@@ -50,10 +50,8 @@ def _sample_dz_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
     weight,  # (W, 32 H) descriptor, or pointer to (V, H)
     bias,  # (V,)
-    labels,  # (N,) int64
     lse,  # (N,) float32
     coef_p,  # (N,) float32
-    coef_label,
     words,  # (blocks, >= W) int32
     shift,  # () int64
     count,  # () int64
@@ -109,9 +107,11 @@ def _sample_dz_kernel(
                 hidden_col, weight_col, 0, 0, m_n, m_v, H, 128, BLOCK_V, BLOCK_H, DTYPE, PRECISION, False,
             )  # fmt: skip
         b_z = transform(b_z, bias, o_v, m_v, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-        b_dz = softmax_gradient(b_z, lse, coef_p, coef_label, labels, o_n, m_n, o_v, FAST)
+        # labels are marked, so they are not among what is left out
+        b_coef = tl.load(coef_p + o_n, mask=m_n, other=0.0) * APART
+        b_dz = weighted_probabilities(b_z, lse, b_coef, o_n, m_n, FAST)
         b_word = tl.load(words + i_b.to(tl.int64) * words_row + first + o_c, mask=m_v, other=-1)
-        b_dz = tl.where(((b_word >> i_o) & 1)[None, :] == 1, 0.0, b_dz * APART)
+        b_dz = tl.where(((b_word >> i_o) & 1)[None, :] == 1, 0.0, b_dz)
         tl.store(sums + i_tile.to(tl.int64) * N + o_n, tl.sum(b_dz, 1), mask=m_n)
         b_dz = before_transform(b_dz, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         if TMA:
@@ -262,7 +262,7 @@ def add_sample(
     packed: Tensor,  # (N, H), rows that count first, zeros behind
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
-    row_data: list[Tensor],  # labels, lse, coefficients of p and of the label, (N,) each, in that order
+    row_data: list[Tensor],  # labels, lse, coefficient of p, (N,) each, in that order
     count: Tensor,  # () int64, rows that count, 0 if everything is computed elsewhere
     unit: Tensor,  # () float32, dZ's scale
     scale: float,
@@ -275,7 +275,8 @@ def add_sample(
     (rows, width), height, whole = packed.shape, len(words), weight.shape[0] // 32
     apart = columns_apart(height)
     own = 32 // apart
-    shift = row_data[0].sum() % apart
+    labels, lse, coef_p = row_data
+    shift = labels.sum() % apart
     weight = gathered(weight, packed.dtype)
     bulk = has_bulk_copies(packed.device) and weight.dtype == packed.dtype and weight.is_contiguous()
     bulk = bulk and is_bulk_readable(packed) and is_bulk_readable(weight)
@@ -307,7 +308,7 @@ def add_sample(
             _sample_dz_kernel[(programs,)](
                 descriptor(packed, [MARKED_ROWS, depth]) if bulk else packed,
                 descriptor(as_words, [block, depth]) if bulk else weight,
-                bias if bias is not None else packed, *row_data[:4], words, shift, count,
+                bias if bias is not None else packed, lse, coef_p, words, shift, count,
                 descriptor(part, [MARKED_ROWS, block]) if bulk else part, sums, rows, first, wide, tiles, programs,
                 words.stride(0), packed.stride(0), packed.stride(1), weight.stride(0), weight.stride(1),
                 float(scale), float(softcap), BLOCK_H=depth, TMA=bulk, HAS_BIAS=bias is not None,
