@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs training frameworks' own commands, stock and with our keys, on a tiny model.
-#   bash scripts/frameworks.sh                    # all that is tested of each: up to four minutes for one, on two cores
+#   bash scripts/frameworks.sh                    # all that is tested of each: up to ten minutes for one
 #   bash scripts/frameworks.sh axolotl            # one of: axolotl llamafactory swift lightning verl
 #   bash scripts/frameworks.sh --short            # what scripts/test.sh runs: ten steps of each, a minute for all five
 #   bash scripts/frameworks.sh --install          # nothing is run

@@ -14,16 +14,15 @@ others= # whether the other environments' tests are run too
 
 # An install takes one core and waits for a network, so these are begun early. One that breaks off is tried again where it
 # is needed, and says there what went wrong.
-early=()
 early() {
   "$@" > /dev/null 2>&1 &
-  early+=($!)
 }
 stop_early() {
-  if [ -n "${early[*]-}" ]; then
-    kill "${early[@]}" 2> /dev/null || true
-    wait "${early[@]}" || true # or the next attempt would write where this one still does
-  fi
+  local running
+  running=$(jobs -pr)
+  # shellcheck disable=SC2086 # a list
+  [ -z "$running" ] || kill $running 2> /dev/null || true
+  wait # or the next attempt would write where this one still does
 }
 trap stop_early EXIT
 
@@ -45,7 +44,7 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPLBACKEN
 "$python" -m pytest -n "${WORKERS:-2}" --dist worksteal "$@"
 
 if [ -n "$others" ]; then
-  wait "${early[@]}" || true
+  wait
   bash scripts/frameworks.sh --short
   bash scripts/ascend.sh # triton-ascend takes Triton's place
 fi
