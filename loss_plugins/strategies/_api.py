@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..kernels._rows import accumulator
 from ._base import LossOutput, RowLoss, Rows
 from ._select import profile_of, select_on
@@ -183,6 +184,11 @@ def projected_cross_entropy_stats(
         vocab: V, the width of what ``project`` returns.
         strategy: One that can call a head: ``chunked``, ``naive`` or ``auto``.
     """
+    if not callable(project) or isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
+        raise ConfigError(
+            f"project must be called with rows of hidden, and vocab be the number of its logits, got "
+            f"{type(project).__name__} and {vocab!r}. Pass for example model.lm_head and model.config.vocab_size."
+        )
     checked = check_arguments(
         hidden, None, labels, vocab=vocab, bias=None, shift=shift, ignore_index=ignore_index, reduction=reduction,
         num_items_in_batch=num_items_in_batch, logit_scale=None, softcap=None, label_smoothing=label_smoothing,
@@ -262,6 +268,8 @@ def compute(
         reduce=given.reduction != "none", fields=fields | ({"lse"} if given.z_loss else set()), project=project,
     )  # fmt: skip
     result = run(rows)
+    if not torch.compiler.is_compiling():
+        _refuse_lost_tangent(rows, result.loss)
 
     loss = result.loss
     if given.reduction == "none":
@@ -274,6 +282,23 @@ def compute(
         elif given.num_items_in_batch is not None:
             loss = loss.reshape(given.num_items_in_batch.shape)
     return _output(given, rows, fields, result, loss, kept, shape)
+
+
+def _refuse_lost_tangent(rows: Rows, loss: Tensor) -> None:
+    """Forward-mode differentiation passes over operators that know nothing of it, as if their derivative were 0.
+
+    Raises:
+        UnsupportedError: it did so.
+    """
+    if getattr(forward_ad, "_current_level", -1) < 0:
+        return
+    inputs = (rows.hidden, rows.weight, rows.bias)
+    given = any(forward_ad.unpack_dual(each).tangent is not None for each in inputs if each is not None)
+    if given and forward_ad.unpack_dual(loss).tangent is None:
+        raise UnsupportedError(
+            "A forward-mode derivative was asked for (torch.func.jvp, torch.autograd.forward_ad), and the kernels of "
+            "this loss have gradients only. Use strategy 'naive' or 'chunked', or torch's own cross_entropy for logits."
+        )
 
 
 def _output(

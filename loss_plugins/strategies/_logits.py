@@ -8,13 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import ConfigError
 from ._base import Rows
 
 
 def project(rows: Rows, hidden: Tensor) -> Tensor:
     """Transformed logits (n, V) of some rows, in the accumulator's type."""
     if rows.project is not None:
-        return rows.project(hidden).to(rows.accumulator)
+        logits = rows.project(hidden)
+        shape = hidden.shape[0], rows.vocab
+        if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.shape != shape:
+            is_tensor = isinstance(logits, Tensor)
+            got = f"{logits.dtype} of shape {tuple(logits.shape)}" if is_tensor else type(logits).__name__
+            raise ConfigError(
+                f"project must return floating logits of shape {shape} for these rows, got {got}. Check vocab."
+            )
+        return logits.to(rows.accumulator)
     assert rows.weight is not None
     bias = None if rows.bias is None else rows.bias.to(rows.dtype)
     logits = F.linear(hidden.to(rows.dtype), rows.weight.to(rows.dtype), bias)

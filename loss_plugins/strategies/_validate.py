@@ -317,12 +317,16 @@ def _compute_dtype(hidden: Tensor, weight: Tensor | None) -> torch.dtype:
 
 def _is_plain_float(value: object) -> bool:
     """Whether ``value`` is a tensor that can be multiplied as it is; 8-bit floats mean nothing without their scales."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize >= 2 and not value.is_nested
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype.itemsize < 2:
+        return False
+    return value.layout == torch.strided and not value.is_nested
 
 
 def _what(value: object) -> str:
     if isinstance(value, Tensor) and value.is_nested:
         return "a nested tensor, which has no single shape: pad it, or pass its rows one after another (values())"
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        return f"one whose layout is {value.layout}: pass to_dense()"
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)} on {value.device}"
     return type(value).__name__

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loss_plugins import LossConfig, VocabParallel, linear_cross_entropy, linear_cross_entropy_stats
+from loss_plugins import LossConfig, VocabParallel, cross_entropy, linear_cross_entropy, linear_cross_entropy_stats
 from loss_plugins.config import WITHOUT_FILTER
 from loss_plugins.errors import ConfigError, LossPluginError, UnsupportedError
 from loss_plugins.strategies import STRATEGIES, projected_cross_entropy_stats
@@ -92,6 +92,7 @@ CASES = {
     "vocab_parallel a switch": ({"vocab_parallel": True}, r"vocab_parallel must say which rows.*got True\. Pass VocabParallel\("),
     "vocab_parallel bounds alone": ({"vocab_parallel": (0, 17)}, r"vocab_parallel must say which rows.*got \(0, 17\)"),
     "hidden nested": ({"hidden": NESTED}, r"hidden must be a floating tensor.*got a nested tensor.*pad it"),
+    "weight sparse": ({"weight": WEIGHT.to_sparse()}, r"weight must be a floating tensor.*layout is torch.sparse_coo: pass to_dense"),
     "labels nested": ({"labels": NESTED_LABELS}, r"labels must be an integer tensor, got a nested tensor"),
     "items of several elements": ({"num_items_in_batch": torch.ones(2)}, r"one element, got shape \(2,\)"),
     "ignore index no integer": ({"ignore_index": "pad"}, r"ignore_index must be an integer, got 'pad'"),
@@ -116,6 +117,45 @@ def test_items_of_no_token():
     """A count of 0 is what a batch without a label has: no token, no loss."""
     loss = call(labels=torch.full((6,), -100), num_items_in_batch=torch.tensor(0))
     assert loss == 0
+
+
+@pytest.mark.parametrize(
+    ("project", "vocab", "message"),
+    [
+        (lambda rows: rows @ WEIGHT.T, 18, r"floating logits of shape \(6, 18\) for these rows, got torch.float32 of shape \(6, 17\)"),
+        (lambda rows: (rows @ WEIGHT.T)[:2], 17, r"of shape \(6, 17\) for these rows, got torch.float32 of shape \(2, 17\)"),
+        (lambda rows: None, 17, "got NoneType"),
+        (lambda rows: (rows @ WEIGHT.T).long(), 17, "got torch.int64"),
+        (WEIGHT, 17, "project must be called with rows of hidden, .* got Tensor and 17"),
+        (lambda rows: rows @ WEIGHT.T, "17", "vocab be the number of its logits, got function and '17'"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("strategy", ["chunked", "naive"])
+def test_a_projection_of_something_else(strategy, project, vocab, message):
+    with pytest.raises(ConfigError, match=message):
+        projected_cross_entropy_stats(project, HIDDEN, LABELS, vocab=vocab, strategy=strategy)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in jvp
+@pytest.mark.parametrize("strategy", STRATEGIES.builtin())
+def test_a_forward_mode_derivative_is_right_or_refused(strategy):
+    """Operators without one pass it over in silence, as if it were 0."""
+    direction = torch.randn(6, 8)
+
+    def loss(hidden):
+        return call(hidden=hidden, strategy=strategy)
+
+    if strategy in ("naive", "chunked"):
+        _, derivative = torch.func.jvp(loss, (HIDDEN,), (direction,))
+        hidden = HIDDEN.clone().requires_grad_()
+        loss(hidden).backward()
+        torch.testing.assert_close(derivative, (hidden.grad * direction).sum(), rtol=1e-5, atol=1e-6)
+        return
+    with pytest.raises(UnsupportedError, match="forward-mode derivative"):
+        torch.func.jvp(loss, (HIDDEN,), (direction,))
+    logits = torch.randn(6, 17)
+    with pytest.raises(UnsupportedError, match="forward-mode derivative"):
+        torch.func.jvp(lambda logits: cross_entropy(logits, LABELS), (logits,), (logits,))
 
 
 def test_an_unknown_field():
