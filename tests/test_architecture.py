@@ -324,6 +324,8 @@ ENVIRONMENT = {
     "ACCELERATE_USE_FSDP": {"loss_plugins/integrations/hf/launch.py"},
     "ACCELERATE_USE_PARALLELISM_CONFIG": {"loss_plugins/integrations/hf/launch.py"},
     "PARALLELISM_CONFIG_TP_SIZE": {"loss_plugins/integrations/hf/launch.py"},
+    # how LLaMA-Factory is told which of its trainers are meant
+    "USE_V1": {"loss_plugins/integrations/llamafactory/run.py"},
 }
 
 
