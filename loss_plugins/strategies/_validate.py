@@ -287,9 +287,9 @@ def _check_items(value: int | float | Tensor | None, reduction: str, device: tor
             raise ConfigError(f"num_items_in_batch must hold a number of tokens, got {_what(value)}. Pass their sum.")
         value = value.detach()
         # 0 is what a batch without any label counts; on an accelerator the host must not look
-        if value.device.type == "cpu" and not torch.compiler.is_compiling() and not 0 <= value.item() < math.inf:
+        if value.device.type == "cpu" and not torch.compiler.is_compiling() and not 0 <= float(value) < math.inf:
             raise ConfigError(
-                f"num_items_in_batch must be a finite number of 0 or more, got a tensor that holds {value.item()!r}. "
+                f"num_items_in_batch must be a finite number of 0 or more, got a tensor that holds {float(value):g}. "
                 "Leave it out for the mean over tokens."
             )
         return value.to(device, non_blocking=True)
