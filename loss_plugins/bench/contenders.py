@@ -35,8 +35,8 @@ class Contender:
     """One way to compute the loss.
 
     Attributes:
-        promise: What it says of its gradients: ``exact`` (no worse than the naive way's), ``filtered`` (small parts are
-            left out on purpose) or nothing.
+        promise: What it says of its gradients: ``exact`` (no worse than the naive way's, or than three roundings make),
+            ``filtered`` (small parts are left out on purpose) or nothing.
         strategy: One of ours, or "".
     """
 

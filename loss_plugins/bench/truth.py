@@ -31,12 +31,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Truth:
-    """The mean loss over labels, its gradients (float32, or float64 for wider inputs), and the naive way's errors."""
+    """The mean loss over labels, its gradients (float32, or float64 for wider inputs), the naive way's errors, and what
+    rounding the gradients once to the inputs' type makes."""
 
     loss: float
     d_hidden: Tensor
     d_weight: Tensor
     naive: Errors
+    rounded: Errors
 
 
 def relative(actual: Tensor, exact: Tensor) -> float:
@@ -83,7 +85,8 @@ def truth(inputs: Inputs, chunk_bytes: int = CHUNK_BYTES) -> Truth:
     errors = Errors(
         naive_loss - loss, relative(naive_hidden, d_hidden), relative(naive_weight.to(weight.dtype), d_weight)
     )
-    return Truth(loss, d_hidden, d_weight, errors)
+    rounded = Errors(0.0, relative(d_hidden.to(hidden.dtype), d_hidden), relative(d_weight.to(weight.dtype), d_weight))
+    return Truth(loss, d_hidden, d_weight, errors, rounded)
 
 
 def _softmax_gradient(z: Tensor, y: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:

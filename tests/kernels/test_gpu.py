@@ -19,7 +19,11 @@ from loss_plugins import linear_cross_entropy_stats
 from loss_plugins.strategies import FIELDS
 from loss_plugins.testing import relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch says so of its own thread where a process's first product runs in a backward
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 every_variant = pytest.mark.parametrize("variant", list(VARIANTS))
 every_variant_and_auto = pytest.mark.parametrize("variant", [*VARIANTS, "auto"])
 SHAPE = (300, 128, 3001)  # several blocks of rows, the last one cut; an odd vocabulary

@@ -151,11 +151,8 @@ def _linear_ce_kernel(
         b_sum = b_sum * b_carry + tl.sum(b_share, 1)
         if HOT:
             b_kept = b_kept * b_carry + tl.sum(tl.where(b_share >= below, b_share, 0.0), 1)
-            o_block = i_block * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
-            o_word = (first + i_tile * BLOCK_V) // 32 + tl.arange(0, BLOCK_V // 32)
             b_word = marked_words(b_share, below, BLOCK_N, BLOCK_V, FAST)
-            p_word = words + o_block.to(tl.int64)[:, None] * words_row + o_word[None, :]
-            tl.store(p_word, b_word, mask=(o_block * 128 < n)[:, None] & (o_word < words_row)[None, :])
+            store_words(words, words_row, b_word, i_block, first + i_tile * BLOCK_V, n, BLOCK_N, BLOCK_V)
         b_max = b_new
 
     o_part = (i_slice * programs + tl.program_id(0)) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -189,6 +186,14 @@ def marked_words(b_share, below, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, F
         b_most = tl.max(tl.reshape(b_share, (BLOCK_N // 128, 128, BLOCK_V)), 1)
         b_word = tl.sum(tl.reshape(column_bits(b_most, below, BLOCK_V), (BLOCK_N // 128, BLOCK_V // 32, 32)), 2)
     return b_word
+
+
+@triton.jit
+def store_words(words, words_row, b_word, i_block, i_v, n, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
+    o_block = i_block * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
+    o_word = i_v // 32 + tl.arange(0, BLOCK_V // 32)
+    p_word = words + o_block.to(tl.int64)[:, None] * words_row + o_word[None, :]
+    tl.store(p_word, b_word, mask=(o_block * 128 < n)[:, None] & (o_word < words_row)[None, :])
 
 
 @triton.jit
