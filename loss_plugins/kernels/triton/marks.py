@@ -3,8 +3,9 @@
 A trained softmax gives a probability that matters to few classes: at 2**-13, two columns in a hundred count for some
 row of a block of 128, and six of seven count for no row at all. The forward knows each logit, but not yet its row's
 log-sum-exp. Any part of the sum is at most the whole, so comparing with a part never misses an entry. The part is what
-the program has summed so far, the sum over the classes that are some row's label (`hot_reference`), or the largest entry
-at hand, whichever is largest, and exponentials are taken as shares of it: at 2**-13 that marks 2.4 columns in a hundred of Gemma-3-270M's, of which 1.9 count in the end.
+the program has summed so far, the sum over the classes that are some row's label (`hot_reference`), or the largest
+entry at hand, whichever is largest, and exponentials are taken as shares of it: at 2**-13 that marks 2.4 columns in a
+hundred of Gemma-3-270M's, of which 1.9 count in the end.
 
 `marks_of` bounds what a row loses: a block with a row that would lose more keeps every column.
 `listed` orders the columns by the blocks they count for, so that columns beside each other count for the same blocks,
