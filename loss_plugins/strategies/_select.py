@@ -28,9 +28,9 @@ STRATEGIES = Registry(
 
 SMALL = 64 * MIB
 """Up to this many bytes of logits the plain way is the fastest and its memory does not matter."""
-SMALL_THERE, FEW_ROWS = 128 * MIB, 512
-"""The same where an H100 or later multiplies half numbers, and four times as much for so few rows, for which handling
-dW is most of the work. See the grid in `bench/results`."""
+FEW_ROWS = 512
+"""Four times as much for so few rows where an H100 or later multiplies half numbers: handling dW is most of the work. See
+the grid in `bench/results`: there `flce` was as fast with 128 MiB of more rows, and has become faster since."""
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,8 @@ def _unknown_option(name: str, options: tuple[str, ...]) -> str | None:
 
 def _small(problem: Problem) -> int:
     """Up to how many bytes of logits naive is taken."""
-    if not (problem.bulk_copies and problem.dtype.itemsize == 2):
-        return SMALL
-    return SMALL_THERE * (4 if problem.rows <= FEW_ROWS else 1)
+    few = problem.bulk_copies and problem.dtype.itemsize == 2 and problem.rows <= FEW_ROWS
+    return SMALL * (4 if few else 1)
 
 
 def _readable(count: int) -> str:
