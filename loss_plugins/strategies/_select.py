@@ -29,8 +29,8 @@ STRATEGIES = Registry(
 SMALL = 64 * MIB
 """Up to this many bytes of logits the plain way is the fastest and its memory does not matter."""
 FEW_ROWS = 512
-"""Four times as much for so few rows where an H100 or later multiplies half numbers: handling dW is most of the work. See
-the grid in `bench/results`: there `flce` was as fast with 128 MiB of more rows, and has become faster since."""
+"""Four times as much for so few rows where an H100 or later multiplies half numbers: handling dW is most of the work.
+See the grid in `bench/results`: there `flce` was as fast with 128 MiB of more rows, and has become faster since."""
 
 
 @dataclass(frozen=True)
