@@ -45,7 +45,7 @@ APART, LEAST_APART = 32, 8
 SAMPLE_BYTES = 32 << 20  # of dZ at a time
 
 
-@triton.jit(do_not_specialize=["N", "first", "C", "tiles"])
+@triton.jit(do_not_specialize=["N", "first", "C", "tiles", "programs"])
 def _sample_dz_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
     weight,  # (W, 32 H) descriptor, or pointer to (V, H)
