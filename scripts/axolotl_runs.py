@@ -33,7 +33,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
@@ -42,6 +41,7 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
+from many_devices import exit_code, number, table
 from many_devices_rank import MODELS
 
 from loss_plugins.diagnostics.environment import best_device, report
@@ -217,18 +217,12 @@ def execute(folder: Path, arguments: list[str], device: str, seconds: float) -> 
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-        try:
-            code = process.wait(timeout=seconds)
-            failed = None if code == 0 else ""
-        except subprocess.TimeoutExpired:
-            failed = f"no end within {seconds:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        code = exit_code(process, seconds)
         file.seek(0)
         output = file.read()
-    return (failed if failed != "" else last_error(output) or f"it ended with {code}"), output
+    if code is None:
+        return f"no end within {seconds:.0f} s", output
+    return (None if code == 0 else last_error(output) or f"it ended with {code}"), output
 
 
 def last_error(output: str) -> str:
@@ -256,14 +250,6 @@ def compare(rows: list[Row], dtype: str) -> None:
             noise = ran[HALVES]["off"] if HALVES in ran else 0.0
             bound = FLOAT32 if dtype == "float32" else max(ULP, TIMES_NOISE * noise)
             ran[OURS] |= {"bound": bound, "same": ran[OURS]["off"] <= bound}
-
-
-def number(value: Any, form: str = ",.0f") -> str:
-    return "" if value is None else format(value, form)
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines)]
 
 
 def line(row: Row) -> list[str]:

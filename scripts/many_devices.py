@@ -64,20 +64,28 @@ def launch(kind: str, ranks: int, settings: dict[str, Any], seconds: float) -> R
         environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"DS_ACCELERATOR": settings["device"]}
         # a session of its own, so that its processes can be ended together
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
-        try:
-            code = process.wait(timeout=seconds)
-            failed = None if code == 0 else f"its processes ended with {code}"
-        except subprocess.TimeoutExpired:
+        code = exit_code(process, seconds)
+        failed = None if code == 0 else f"its processes ended with {code}"
+        if code is None:
             failed = f"no answer within {seconds:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
         rows = [json.loads(line) for line in lines.read_text().splitlines()]
     if failed is not None:
         kinds = {"kind": "vocab" if kind == "vocab" else "training", "engine": kind, "model": settings["model"]}
         rows.append(kinds | {"contender": "(the run)", "ranks": ranks, "failed": failed})
     return rows
+
+
+def exit_code(process: subprocess.Popen[Any], seconds: float) -> int | None:
+    """That of a session's first process; None if it took longer, and then, or if waiting breaks off, all of them are
+    ended."""
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def number(value: Any, form: str = ",.0f") -> str:

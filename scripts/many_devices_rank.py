@@ -27,6 +27,7 @@ from loss_plugins.bench.inputs import SHAPES, Shape, flat
 from loss_plugins.bench.measure import WRONG, WRONG_LOSS
 from loss_plugins.bench.peers import PEERS
 from loss_plugins.diagnostics.memory import PeakMeter
+from loss_plugins.testing import leave_group
 
 STOCK = "stock"
 LLAMA = {"max_position_embeddings": 131_072, "vocab_size": 128_256, "tie_word_embeddings": True}
@@ -354,11 +355,7 @@ def main(path: str) -> None:
     if ranks.device.type == "cpu":
         torch.set_num_threads(1)
     (cut if settings.kind == "vocab" else train)(settings, ranks)
-    dist.barrier()
-    dist.destroy_process_group()
-    # on a busy machine torch's own threads sometimes abort an interpreter that ends at the same time
-    sys.stderr.flush()
-    os._exit(0)
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def _sample_dw_kernel(
         b_out = tl.dot(b_dz.to(DTYPE).T, b_x.to(DTYPE), b_out, input_precision=PRECISION)
     b_out *= tl.load(factor)
     if TMA_OUT:
-        # past the end of the slice, what the next slice will store
+        # only the last slice has a tile that reaches past its end, and there the descriptor ends too
         out.store([first + i_c, i_o * H + i_h], b_out.to(out.dtype))
     else:
         o_v = ((first + o_c) * 32 + i_o).to(tl.int64)
