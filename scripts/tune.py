@@ -111,21 +111,21 @@ def workload(
         hidden = (3 * shape.width**0.5 * weight[labels] + hidden).to(dtype)
     wanted = {
         "dz": (hidden,), "product_add": (hidden,), "product_store": (weight,), "exp": (hidden, weight),
-        "filtered_dx": (hidden,), "filtered_dw": (weight,),
+        "exp_dw": (weight,), "filtered_dx": (hidden,), "filtered_dw": (weight,),
     }  # fmt: skip
     leaves = list(wanted.get(kernel, ()))
     if heavy:
         options["bias"] = torch.randn(shape.vocab, device=device).to(dtype)
         options["class_weight"] = torch.rand(shape.vocab, device=device) + 0.5
         leaves += [options["bias"]] if leaves and not filtered else []
-        if kernel == "exp" or filtered:  # they smooth no labels
+        if kernel.startswith("exp") or filtered:  # they smooth no labels
             del options["label_smoothing"]
     for leaf in leaves:
         leaf.requires_grad_()
-    strategy = "flce" if kernel == "exp" else "cce"
-    choice = {"kernels": "triton"} | (
-        {"workspace_mb": 1024} if kernel == "exp" else {"filter": 2**-12 if filtered else "off"}
-    )
+    strategy = "flce" if kernel.startswith("exp") else "cce"
+    choice: dict[str, object] = {"kernels": "triton"}
+    if strategy == "cce":
+        choice["filter"] = 2**-12 if filtered else "off"
 
     def loss() -> Tensor:
         return linear_cross_entropy(hidden, weight, labels, strategy=strategy, options=choice, **options)
@@ -134,7 +134,7 @@ def workload(
         value = loss()
         return [value.detach(), *(torch.autograd.grad(value, leaves) if leaves else ())]
 
-    if kernel in ("linear_ce", "exp") or heavy:
+    if kernel == "linear_ce" or strategy == "flce" or heavy:
         return whole
     kept = loss()
     return lambda: list(torch.autograd.grad(kept, leaves, retain_graph=True))

@@ -35,7 +35,7 @@ class Contender:
     """One way to compute the loss.
 
     Attributes:
-        promise: What it says of its gradients: ``exact`` (no worse than the naive way's, or than three roundings make),
+        promise: What it says of its gradients: ``exact`` (no worse than the naive way's, or than one rounding makes),
             ``filtered`` (small parts are left out on purpose) or nothing.
         strategy: One of ours, or "".
     """

@@ -235,25 +235,24 @@ def _examine(row: Row, step: Step, expected: Truth, device: torch.device, warm: 
 def _judge(rows: Sequence[Row], contenders: Mapping[str, Contender], expected: Truth, kind: str) -> None:
     """Errors as multiples of the naive way's, and promises held against them.
 
-    Exact ways promise the naive way's error, or what it takes to round both operands of a product and its result once
-    each: a naive way may round less, where all its labels' entries are one power of two. A filter promises it on flat
-    inputs, where everything matters, and Apple's error on a trained model's.
+    Exact ways promise the naive way's error, or what rounding the exact gradient once makes. A filter promises it on
+    flat inputs, where everything matters, and Apple's error on a trained model's.
     """
     eps = torch.finfo(expected.d_hidden.dtype).eps
     naive, rounded = expected.naive, expected.rounded
     inexact: dict[str, float] = {}
     for row in rows:
         found = ((row.error_hidden, naive.hidden, rounded.hidden), (row.error_weight, naive.weight, rounded.weight))
-        own = [(error, max(by or 0.0, eps), 3**0.5 * (once or 0.0)) for error, by, once in found if error is not None]
+        own = [(error, max(by or 0.0, eps), once or 0.0) for error, by, once in found if error is not None]
         row.times_naive = max((error / by for error, by, _ in own), default=None)
-        inexact[row.name] = max((error / max(by, thrice) for error, by, thrice in own), default=0.0)
+        inexact[row.name] = max((error / max(by, once) for error, by, once in own), default=0.0)
     apple = next((row.times_naive for row in rows if row.name == "Apple cce"), None)
     for row in rows:
         promise = contenders[row.name].promise
         if not promise or row.times_naive is None or row.failed:
             continue
         if promise == "exact" or kind.startswith("flat"):
-            times, whose = inexact[row.name], "naive's and what rounding makes"
+            times, whose = inexact[row.name], "naive's and what one rounding makes"
         elif apple is not None:
             times, whose = row.times_naive / apple, "Apple cce's"
         else:

@@ -1,10 +1,10 @@
 """Fused linear cross-entropy: gradients computed in the forward, a chunk of rows at a time; the backward only scales.
 
-One third fewer products than recomputing, for the price of a float32 dW while it is summed. With ``reduction="none"``
-the gradient that comes back is not known in the forward, so there the logits are computed again in the backward, by
-tiles.
+One third fewer products than recomputing, for the price of a chunk of logits. With ``reduction="none"`` the gradient
+that comes back is not known in the forward, so there the logits are computed again in the backward, by tiles.
 Peak memory: one chunk of logits in float32 (on a GPU a half copy too), dW in float32 and in its own type, dX. Triton's
-one pass (bfloat16, Hopper or later) holds a chunk in bfloat16 only, and no float32 dW where one chunk has all rows.
+one pass (bfloat16, Hopper or later) holds a chunk in bfloat16 only, and beside dW, where there are several chunks, four
+bits of each of its numbers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class FlceOptions:
     workspace_mb: float | None = field(
         default=None,
         metadata={
-            "help": "Mebibytes that a chunk's logits may take. Default on a Hopper GPU or later: 1024, or all logits "
-            "where that takes no more in the end; elsewhere an eighth of all logits, 16 to 1024."
+            "help": "Mebibytes that a chunk's logits may take. Default in bfloat16 on a Hopper GPU or later: as many as "
+            "leave 1024 for all beside the gradients; elsewhere an eighth of all logits, 16 to 1024."
         },
     )
 
@@ -61,15 +61,12 @@ class Flce:
         return cannot_run(options.kernels, problem, profile)
 
     def chunk_rows(self, problem: Problem, options: FlceOptions, backend: str = "torch") -> int:
+        if backend == "triton" and options.workspace_mb is None and _in_one_pass(problem):
+            return _rows_beside(problem, 1024 * MIB)
         size = problem.accumulator.itemsize if backend == "torch" else problem.dtype.itemsize
         return max(1, min(problem.rows, self.chunk_bytes(problem, options) // (problem.vocab * size)))
 
     def chunk_bytes(self, problem: Problem, options: FlceOptions) -> int:
-        if options.workspace_mb is None and options.kernels != "torch" and _in_one_pass(problem):
-            # the only chunk needs no float32 dW, which is twice the size of dW, and is the fastest
-            spared = problem.vocab * problem.hidden * 2 * problem.needs_weight
-            logits, usual = -(-problem.rows // 128) * 128 * problem.vocab * 2, 1024 * MIB
-            return logits if logits <= usual + spared else usual
         return workspace_bytes(options.workspace_mb, 1024, problem.logits_bytes)
 
     def peak_bytes(self, problem: Problem, options: FlceOptions) -> int:
@@ -89,26 +86,17 @@ class Flce:
             peak += problem.vocab * problem.hidden * size
         if problem.dtype == torch.float16 and problem.needs_hidden:
             peak += problem.rows * problem.hidden * 6  # a float32 copy of the rows, and dX in float32
-        # the backward's scaled copies exist beside the saved ones
-        return max(peak, 2 * problem.gradient_bytes)
+        return peak
 
     def _triton_bytes(self, problem: Problem, options: FlceOptions) -> int:
         """`peak_bytes` of `kernels/triton/flce.py`: one pass, or the two of cce with a larger workspace."""
         rows, chunk_rows = problem.rows, self.chunk_rows(problem, options, "triton")
-        size, scaled = problem.dtype.itemsize, 2 * problem.gradient_bytes
         if not (_in_one_pass(problem) and chunk_rows >= 128):
             # float16's rows are copied to float32, and so is their dX
             lifted = rows * problem.hidden * 8 if problem.needs_hidden and problem.dtype == torch.float16 else 0
-            return max(triton_bytes(problem, chunk_rows * problem.vocab * size), scaled) + lifted
-        hidden = rows * problem.hidden * size
-        several = chunk_rows < rows
-        step = chunk_rows // 128 * 128 if several else -(-rows // 128) * 128
-        weight = problem.vocab * problem.hidden * problem.needs_weight
-        weight_size = (problem.weight_dtype or problem.dtype).itemsize
-        kept = hidden * (1 + problem.needs_hidden) + weight * (4 if several else weight_size)
-        # the last chunk, or dW as it is rounded
-        rounded = weight * weight_size if several and weight_size < 4 else 0
-        return max(kept + max(step * problem.vocab * size, rounded), scaled)
+            return triton_bytes(problem, chunk_rows * problem.vocab * problem.dtype.itemsize) + lifted
+        step = chunk_rows // 128 * 128 if chunk_rows < rows else -(-rows // 128) * 128
+        return problem.gradient_bytes + step * _row_bytes(problem) + _low_bytes(problem, -(-rows // step))
 
     def _ascend_bytes(self, problem: Problem, options: FlceOptions) -> int:
         """`peak_bytes` of `kernels/ascend/flce.py`."""
@@ -120,7 +108,7 @@ class Flce:
             self.chunk_rows(problem, options, "ascend"), problem.needs_hidden, problem.needs_weight,
         )  # fmt: skip
         lifted = problem.rows * problem.hidden * 8 if problem.needs_hidden and problem.dtype == torch.float16 else 0
-        return max(peak, 2 * problem.gradient_bytes) + lifted
+        return peak + lifted
 
     def kernels(self, profile: DeviceProfile, options: FlceOptions) -> str:
         return backend_for(options.kernels, profile)
@@ -153,6 +141,34 @@ class Flce:
 def _in_one_pass(problem: Problem) -> bool:
     """Whether Triton's kernels make the gradients of a chunk from logits that are computed once."""
     return problem.bulk_copies and problem.dtype == torch.bfloat16 and problem.differentiable
+
+
+def _row_bytes(problem: Problem) -> int:
+    """What a row of Triton's chunk takes: its logits, a copy of it, and beside that its product for dX, in float32, or
+    its scaled copy for dW."""
+    copies = 2 + max(4 * problem.needs_hidden, 2 * problem.needs_weight)
+    return 2 * problem.vocab + copies * problem.hidden
+
+
+def _low_bytes(problem: Problem, chunks: int) -> int:
+    """What the sum of dW takes beside the result, as `kernels/triton/flce_gradients.py` keeps it."""
+    bits = 0 if chunks == 1 else 4 if chunks <= 16 else 8
+    return problem.needs_weight * problem.vocab * problem.hidden * bits // 8
+
+
+def _rows_beside(problem: Problem, most: int) -> int:
+    """The rows of a chunk, if it and the sum of dW may take ``most`` bytes; at least 512, so that products stay
+    large. All chunks are about as large."""
+    rows, row = problem.rows, _row_bytes(problem)
+    if -(-rows // 128) * 128 * row <= most:
+        return rows
+    step = 0
+    for several in (2, 17):  # with as many bits as so many chunks take
+        step = max((most - _low_bytes(problem, several)) // row // 128 * 128, 512)
+        if -(-rows // step) <= 16:
+            break
+    even = -(-rows // -(-rows // step))
+    return min(-(-even // 128) * 128, rows)
 
 
 def _lift(row_scale: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Entry functions have the torch backend's names and meanings. Importing needs no 
 """
 
 from .cross_entropy import cross_entropy_backward, cross_entropy_forward
-from .flce import flce_forward, scaled
+from .flce import flce_forward, scale_, scaled
 from .linear_ce import linear_ce_backward, linear_ce_forward, marks_shape
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "linear_ce_backward",
     "linear_ce_forward",
     "marks_shape",
+    "scale_",
     "scaled",
 ]

@@ -155,3 +155,10 @@ def scaled(saved: Tensor, factor: Tensor) -> Tensor:
     if saved.numel():
         vector.scale(saved, factor.reshape(1).float(), out)
     return out
+
+
+def scale_(saved: Tensor, factor: Tensor) -> None:
+    """``saved *= factor``, rounded once."""
+    assert saved.is_contiguous()
+    if saved.numel():
+        vector.scale(saved, factor.reshape(1).float(), saved)

@@ -112,3 +112,8 @@ def scaled(saved: Tensor, factor: Tensor) -> Tensor:
         return saved * factor.to(torch.promote_types(saved.dtype, torch.float32))
     # a GPU would round a 0-d factor to the half type first, 65536 to infinity; one of one axis stays float32
     return torch.mul(saved, factor.reshape(1).float(), out=torch.empty_like(saved))
+
+
+def scale_(saved: Tensor, factor: Tensor) -> None:
+    """``saved *= factor``, rounded once."""
+    torch.mul(saved, factor.reshape(1).to(accumulator(saved.dtype)), out=saved)

@@ -7,7 +7,7 @@ from .backward import linear_ce_backward
 from .cross_entropy import cross_entropy_backward, cross_entropy_forward
 from .flce import flce_forward
 from .linear_ce import linear_ce_forward
-from .rows import scaled
+from .rows import scale_, scaled
 
 __all__ = [
     "cross_entropy_backward",
@@ -15,5 +15,6 @@ __all__ = [
     "flce_forward",
     "linear_ce_backward",
     "linear_ce_forward",
+    "scale_",
     "scaled",
 ]

@@ -38,9 +38,10 @@ from ._common import (
     transform,
 )
 from .backward import linear_ce_backward
+from .flce_gradients import HeadGradient, put_hidden_gradient
 from .linear_ce import label_logits, linear_ce_forward, merge_strips, programs_for, strips_of
-from .product import add_product, library_product, store_product
-from .rows import counted_first, packed_rows
+from .product import library_product
+from .rows import by_label, packed_rows
 
 LIMIT = 60.0  # exp(60) * 2**20 columns is far below bfloat16's largest number
 
@@ -171,14 +172,27 @@ def _raised_kernel(
 
 
 class _Chunk(NamedTuple):
-    """A chunk's results, rows in packed order. ``factor`` makes dZ of what the chunk holds, 0 where no row counts."""
+    """A chunk's results, rows in packed order. dZ is ``factor`` times what the chunk holds, and at the label
+    ``entry``; both are 0 where no row counts."""
 
     factor: Tensor
+    entry: Tensor
     loss: Tensor
     nll: Tensor
     lse: Tensor
     entropy: Tensor
     predicted: Tensor
+
+
+class _Rows(NamedTuple):
+    """What is known of the rows before a logit is, those that count first, in the order of their labels."""
+
+    labels: Tensor  # (n,) int64, the vocabulary's size where none counts
+    target: Tensor  # (n,) float32, the label's logit
+    scale: Tensor  # (n,) float32, the loss's factor
+
+    def part(self, first: int, last: int) -> _Rows:
+        return _Rows(*(row[first:last] for row in self))
 
 
 def flce_forward(
@@ -213,58 +227,57 @@ def flce_forward(
             hidden, weight, bias, labels, row_scale, class_weight, ignore_index, scale, softcap, label_smoothing,
             z_loss, dtype, want_entropy, want_predicted, need_hidden, need_weight, need_bias, chunk_rows,
         )  # fmt: skip
-    order, place, count = counted_first(labels, ignore_index)
-    packed = packed_rows(hidden, order, count, dtype)
-    whole = triton.cdiv(rows, 128) * 128
-    step = whole if chunk_rows >= rows else chunk_rows // 128 * 128
+    keys, order, place, count = by_label(labels, valid, vocab)
+    everyone = labels.new_full((), rows)
+    target = label_logits(hidden, weight, bias, labels * valid, everyone, scale, softcap, dtype)
+    known = _Rows(keys, target[order], row_scale[order])
+    step = triton.cdiv(rows, 128) * 128 if chunk_rows >= rows else chunk_rows // 128 * 128
     blocks = blocks_for(step, dtype, True, kernel="exp", device=hidden.device)
     # whole tiles, so that every row of the chunk begins on 16 bytes and no store is cut
-    # the library's products read all rows of a chunk, so those that do not count must hold numbers
-    chunk = torch.zeros(step, triton.cdiv(vocab, blocks.v) * blocks.v, dtype=dtype, device=hidden.device)
-    d_packed = hidden.new_zeros(rows if need_hidden else 0, width, dtype=dtype)
-    several = step < rows
-    kind = torch.float32 if several else weight.dtype
-    d_weight = torch.empty(vocab if need_weight else 0, width, dtype=kind, device=hidden.device)
+    size = step, triton.cdiv(vocab, blocks.v) * blocks.v
+    # db is a library's product, which reads what lies behind the rows that count
+    chunk = (torch.zeros if need_bias else torch.empty)(size, dtype=dtype, device=hidden.device)
+    d_hidden = hidden.new_empty(rows if need_hidden else 0, width)
+    head = HeadGradient(weight, triton.cdiv(rows, step)) if need_weight else None
     d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
-    sorted_labels, sorted_scale = labels[order], row_scale[order]
     results = []
     for r0 in range(0, rows, step):
         r1 = min(r0 + step, rows)
         left = (count - r0).clamp(0, r1 - r0)
+        packed = packed_rows(hidden, order[r0:r1], left, dtype)
         part = _exp_chunk(
-            packed[r0:r1], weight, bias, sorted_labels[r0:r1], sorted_scale[r0:r1], class_weight, left,
-            ignore_index, scale, softcap, z_loss, want_entropy, want_predicted, chunk, blocks,
+            packed, weight, bias, known.part(r0, r1), class_weight, left, scale, softcap, z_loss, want_entropy,
+            want_predicted, chunk, blocks,
         )  # fmt: skip
         results.append(part)
-        exps, factor = chunk[: r1 - r0, :vocab], part.factor[:, None]
+        exps = chunk[: r1 - r0, :vocab]
         if need_bias:
-            # in two numbers of the half type, so that it is rounded as little as a float32 one
-            high = factor.to(dtype)
-            both = torch.cat([high, (factor - high).to(dtype)], 1)
-            d_bias += library_product(exps, both, transposed=True).sum(1)
+            _add_bias(d_bias, exps, part, keys[r0:r1])
         if need_hidden:
             # few rows make few tiles, which the library spreads over the device better than a tile a program does
-            d_packed[r0:r1] = library_product(exps, weight, transposed=False).mul_(factor)
-        if need_weight:
-            scaled = (packed[r0:r1] * factor).to(dtype)
-            if r0:
-                add_product(exps, scaled, d_weight, left, transposed=True)
-            else:
-                store_product(exps, scaled, d_weight, left, torch.ones_like(row_scale[:1]), transposed=True)
+            put_hidden_gradient(
+                library_product(exps, weight, transposed=False), weight, keys[r0:r1], part.factor, part.entry,
+                order[r0:r1], left, d_hidden,
+            )  # fmt: skip
+        if head is not None:
+            scaled = torch.empty_like(packed)
+            torch.mul(packed, part.factor[:, None], out=scaled)
+            head.add(exps, scaled, packed, keys[r0:r1], part.entry, left)
             del scaled
-    del chunk, exps  # before dW is rounded, which takes as much again
     loss, nll, lse, entropy, predicted = (
         torch.cat([getattr(p, name) for p in results]) for name in ("loss", "nll", "lse", "entropy", "predicted")
     )
+    if want_predicted:
+        predicted = torch.where(valid, predicted[place].to(torch.int64), ignore_index)
     return (
-        (loss * sorted_scale).sum(),
-        d_packed.index_select(0, place).to(hidden.dtype) if need_hidden else d_packed.to(hidden.dtype),
-        d_weight.to(weight.dtype) if need_weight else weight.new_empty(0),
+        (loss * known.scale).sum(),
+        d_hidden,
+        head.total if head is not None else weight.new_empty(0),
         d_bias if bias is None else d_bias.to(bias.dtype),
         nll[place],
         lse[place],
         entropy[place] if want_entropy else entropy,
-        predicted[place] if want_predicted else predicted,
+        predicted if want_predicted else labels.new_empty(0),
     )
 
 
@@ -272,11 +285,9 @@ def _exp_chunk(
     hidden: Tensor,  # (n, H) rows that count first
     weight: Tensor,  # (V, H)
     bias: Tensor | None,
-    labels: Tensor,  # (n,)
-    row_scale: Tensor,  # (n,) float32
+    known: _Rows,  # (n,) each
     class_weight: Tensor | None,
     count: Tensor,  # () int64
-    ignore_index: int,
     scale: float,
     softcap: float,
     z_loss: float,
@@ -285,11 +296,11 @@ def _exp_chunk(
     chunk: Tensor,  # (>= n, whole tiles) written
     blocks: Blocks,
 ) -> _Chunk:
-    """Fill ``chunk`` with what is dZ but for a factor of each row."""
+    """Fill ``chunk`` with what is dZ but for a factor of each row and its label's entry."""
     (rows, width), vocab, device = hidden.shape, weight.shape[0], hidden.device
-    valid = (labels != ignore_index) & (torch.arange(rows, device=device) < count)
-    safe = torch.where(valid, labels, 0)
-    target = label_logits(hidden, weight, bias, safe, count, scale, softcap, hidden.dtype)
+    labels, target, row_scale = known
+    valid = labels < vocab
+    safe = labels.clamp(max=vocab - 1)
     # a label that is masked out has no finite logit to start from
     offset = torch.nan_to_num(target, nan=-1e30, neginf=-1e30, posinf=1e30).clamp(-1e30, 1e30)
     tiles = triton.cdiv(vocab, blocks.v)
@@ -317,27 +328,34 @@ def _exp_chunk(
             chunk, tile_offset, offset, count, rows, tiles, chunk.stride(0), BLOCK_N=32, BLOCK_V=blocks.v, BLOCK_T=64,
             num_warps=4,
         )  # fmt: skip
+    chunk[:rows].scatter_(1, safe[:, None], 0.0)
     at_label = torch.exp(target - offset)
     sum_ = torch.where(valid, other + at_label, 1.0)
-    loss, nll, lse = row_terms(offset, sum_, target, None, labels, valid, class_weight, 0.0, z_loss, vocab)
-    coef_p, coef_label, _ = row_coefficients(row_scale, lse, labels, valid, class_weight, 0.0, z_loss, vocab)
+    loss, nll, lse = row_terms(offset, sum_, target, None, safe, valid, class_weight, 0.0, z_loss, vocab)
+    coef_p, coef_label, _ = row_coefficients(row_scale, lse, safe, valid, class_weight, 0.0, z_loss, vocab)
+    factor = coef_p * (scale / sum_)
     # without a z-loss both coefficients are one, and p - 1 is minus the other columns' share, which does not cancel
-    entry = -other
+    entry = -factor * other
     if z_loss:
-        # a row whose z-loss pulls exactly as much as its label has nothing but the label's entry
-        least = coef_label.abs() * 2.0**-40
-        coef_p = torch.where(coef_p.abs() < least, least, coef_p)
-        entry = at_label - torch.where(coef_p != 0, coef_label / coef_p, 0.0) * sum_
+        entry = factor * at_label - coef_label * scale
     if softcap:
         entry = entry * (1 - (target / softcap).square())
-    chunk[:rows].scatter_(1, safe[:, None], entry.to(chunk.dtype)[:, None])
     entropy = other.new_zeros(0)
     if want_entropy:
         whole = moment + at_label * (target - offset)
         entropy = torch.where(valid, sum_.log() - whole / sum_, 0.0)
-    if want_predicted:
-        predicted = torch.where(valid, predicted.to(torch.int64), ignore_index)
-    return _Chunk(coef_p * (scale / sum_), loss, nll, lse, entropy, predicted.to(torch.int64))
+    entry = torch.where(valid, entry, 0.0)
+    return _Chunk(factor, entry, loss, nll, lse, entropy, predicted)
+
+
+def _add_bias(total: Tensor, exps: Tensor, part: _Chunk, labels: Tensor) -> None:
+    """Add a chunk's share of db, (V,) float32. The factor is taken in two numbers of the half type, so that it is
+    rounded as little as a float32 one."""
+    high = part.factor.to(exps.dtype)
+    both = torch.stack([high, (part.factor - high).to(exps.dtype)], 1)
+    total += library_product(exps, both, transposed=True).sum(1)
+    # sorted inside, so the same every time
+    total.index_put_((labels.clamp(max=len(total) - 1),), part.entry, accumulate=True)
 
 
 def _two_passes(

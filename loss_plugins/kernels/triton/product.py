@@ -141,7 +141,8 @@ def _launch(
     (rows, width), depth = out.shape, right.shape[0]
     slots = processors(out.device)
     whole = blocks_for(rows, left.dtype, True, kernel="product_add" if add else "product_store", device=out.device)
-    blocks = _fitting(whole, rows, width, slots)
+    half = replace(whole, v=whole.v // 2, warps=max(whole.warps // 2, 4), stages=whole.stages + 1)
+    blocks = fitting(whole, half, rows, width, slots)
     m, n, k = blocks.n, blocks.v, blocks.h
     grid = min(slots, -(-rows // m) * -(-width // n))
     halves = out.dtype.itemsize == 4
@@ -155,10 +156,9 @@ def _launch(
 
 
 @functools.lru_cache(maxsize=4096)  # asked twice a slice
-def _fitting(whole: Blocks, rows: int, width: int, slots: int) -> Blocks:
-    """The tile of the files, or half of it where that leaves so much less of the device and of the last tile idle that
-    its own slower rate is made up for."""
-    half = replace(whole, v=whole.v // 2, warps=max(whole.warps // 2, 4), stages=whole.stages + 1)
+def fitting(whole: Blocks, half: Blocks, rows: int, width: int, slots: int) -> Blocks:
+    """``whole``, or ``half`` of it where that leaves so much less of the device and of the last tile idle that its own
+    slower rate is made up for."""
 
     def use(blocks: Blocks) -> float:
         strips = -(-width // blocks.v)

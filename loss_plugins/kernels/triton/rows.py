@@ -26,6 +26,14 @@ def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Te
     return torch.empty_like(place).scatter_(0, place, rows), place, before[-1]
 
 
+def by_label(labels: Tensor, valid: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(keys, order, place, count): the same, in the order of their labels, which are the first; those of rows that do
+    not count are ``vocab``."""
+    keys, order = torch.where(valid, labels, vocab).sort(stable=True)
+    rows = torch.arange(len(labels), device=labels.device)
+    return keys, order, torch.empty_like(order).scatter_(0, order, rows), valid.sum()
+
+
 @triton.jit(do_not_specialize=["N"])
 def _rows_kernel(
     source,  # (N, H)
@@ -58,7 +66,7 @@ def _rows_kernel(
 
 
 def packed_rows(hidden: Tensor, order: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N, H) of ``dtype``: ``hidden[order]``, zeros behind the rows that count: a sum over rows ends inside a block,
+    """(n, H) of ``dtype``: ``hidden[order]``, zeros behind the rows that count: a sum over rows ends inside a block,
     and what lies there must be no NaN."""
     return _moved(hidden, order, count, None, dtype)
 
@@ -69,7 +77,7 @@ def unpacked_rows(total: Tensor, place: Tensor, factor: Tensor, dtype: torch.dty
 
 
 def _moved(source: Tensor, index: Tensor, count: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    rows, width = source.shape
+    rows, width = len(index), source.shape[1]
     out = torch.empty(rows, width, dtype=dtype, device=source.device)
     block_n, block_h = 4, min(1024, triton.next_power_of_2(width))
     with on(source.device):
@@ -85,12 +93,16 @@ def _moved(source: Tensor, index: Tensor, count: Tensor, factor: Tensor | None, 
 def _scale_kernel(
     source,
     factor,  # () float32
-    out,
+    out,  # may be the source
     size,
     BLOCK: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):
+    b_factor = tl.load(factor)
+    if IN_PLACE and b_factor == 1:
+        return
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_out = tl.load(source + o, mask=o < size).to(tl.float32) * tl.load(factor)
+    b_out = tl.load(source + o, mask=o < size).to(tl.float32) * b_factor
     tl.store(out + o, b_out.to(out.dtype.element_ty), mask=o < size)
 
 
@@ -98,6 +110,20 @@ def scaled(saved: Tensor, factor: Tensor) -> Tensor:
     """``saved * factor`` in the type of ``saved``, rounded once."""
     saved = saved.contiguous()
     out = torch.empty_like(saved)
-    with on(saved.device):
-        _scale_kernel[(triton.cdiv(saved.numel(), 4096),)](saved, factor.float(), out, saved.numel(), BLOCK=4096)
+    _scale(saved, factor, out)
     return out
+
+
+def scale_(saved: Tensor, factor: Tensor) -> None:
+    """``saved *= factor``, rounded once; a factor of 1, which most are, touches nothing."""
+    assert saved.is_contiguous()
+    _scale(saved, factor, saved)
+
+
+def _scale(source: Tensor, factor: Tensor, out: Tensor) -> None:
+    size = source.numel()
+    if size:
+        with on(source.device):
+            _scale_kernel[(triton.cdiv(size, 4096),)](
+                source, factor.float(), out, size, BLOCK=4096, IN_PLACE=source is out
+            )

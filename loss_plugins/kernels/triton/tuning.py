@@ -32,8 +32,8 @@ SHIPPED = Path(__file__).parent / "configs"
 
 # kernel -> whether it has no other way than bulk copies
 KERNELS = {
-    "linear_ce": False, "dz": False, "filtered_dx": False, "filtered_dw": False, "exp": True, "product_add": True,
-    "product_store": True,
+    "linear_ce": False, "dz": False, "filtered_dx": False, "filtered_dw": False, "exp": True, "exp_dw": True,
+    "product_add": True, "product_store": True,
 }  # fmt: skip
 
 

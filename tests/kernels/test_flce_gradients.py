@@ -1,0 +1,116 @@
+"""What flce keeps of its gradients while it sums them, and that its backward needs no room of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from one_step import Inputs, inputs, loss_of, step
+
+from loss_plugins.diagnostics.memory import PeakMeter
+from loss_plugins.kernels import ops, reference
+from loss_plugins.strategies import STRATEGIES, Problem
+from loss_plugins.strategies import flce as strategy
+from loss_plugins.testing import relative_error
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def oracle(given: Inputs) -> list[torch.Tensor]:
+    leaves = [t.double().requires_grad_() for t in given[:2]]
+    loss = reference.linear_cross_entropy(*leaves, given.labels)
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def rounded_once(exact: torch.Tensor) -> torch.Tensor:
+    """In bfloat16: to the nearest, or toward zero, as Triton's interpreter does."""
+    if exact.is_cuda:
+        return exact.bfloat16()
+    return (exact.float().view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunks", [1, 3, 17], ids="{} chunks".format)
+def test_an_untrained_model_is_rounded_once(device, chunks):
+    """There nearly all of the gradient is the labels' entries."""
+    given = inputs(chunks * 128, 64, 600, device, ignored=0)
+    given = Inputs(given.hidden, (given.weight.float() / 16).bfloat16(), given.labels)
+    variant = "flce, chunks" if chunks > 1 else "flce"
+    for found, exact in zip(step(variant, given)[1:], oracle(given), strict=True):
+        assert relative_error(found, exact) <= 1.02 * relative_error(rounded_once(exact), exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunks", [4, 17], ids="{} chunks".format)
+def test_many_chunks_sum_as_float32_does(device, chunks):
+    """Beside one chunk of all rows: what is rounded on the way is little beside the last rounding."""
+    from loss_plugins.kernels.triton.flce_gradients import digits_for
+
+    assert digits_for(chunks) == (4 if chunks == 4 else 8)
+    given = inputs(chunks * 128, 64, 300, device)
+    want = oracle(given)[1]
+    whole, parts = (relative_error(step(v, given).d_weight, want) for v in ("flce", "flce, chunks"))
+    assert parts <= (1.03 if chunks == 4 else 1.005) * whole
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_number_that_is_none_stays_so_through_the_sums(device):
+    given = inputs(3 * 128, 64, 300, device)
+    for value in (float("inf"), float("nan")):
+        given.hidden[0] = value
+        poisoned = step("flce, chunks", given).d_weight
+        assert not torch.isfinite(poisoned).all(1).any()
+
+
+def test_the_closed_form_knows_the_sums():
+    from loss_plugins.kernels.triton.flce_gradients import digits_for
+
+    problem = Problem(8192, 2304, 256_000, torch.bfloat16)
+    for chunks in (2, 16, 17, 100):
+        assert strategy._low_bytes(problem, chunks) == 2304 * 256_000 * digits_for(chunks) / 8
+    assert strategy._low_bytes(problem, 1) == 0
+
+
+@pytest.mark.parametrize(("hidden", "vocab"), [(2304, 256_000), (4096, 128_256), (640, 262_144)])
+@pytest.mark.parametrize("rows", [1024, 8192, 65536])
+def test_all_beside_the_gradients_is_a_gibibyte(hidden, vocab, rows):
+    problem = Problem(rows, hidden, vocab, torch.bfloat16, bulk_copies=True, triton=True)
+    flce = STRATEGIES.get("flce")
+    options = flce.Options(kernels="triton")
+    step_rows = flce.chunk_rows(problem, options, "triton")
+    beside = flce.peak_bytes(problem, options) - problem.gradient_bytes
+    assert beside <= 1024 << 20 or (step_rows == 512 and hidden * vocab > 1 << 29)
+    assert step_rows == rows or step_rows % 128 == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_the_last_backward_scales_in_place(device, kernels, factor):
+    hidden, weight, labels = inputs(300, 64, 4096, device)
+    hidden.requires_grad_(), weight.requires_grad_()
+
+    def loss():
+        args = hidden, weight, None, labels, torch.ones(len(labels), device=device) / 300, None, -100
+        return ops.flce(*args, 1.0, 0.0, 0.0, 0.0, torch.bfloat16, False, False, True, True, False, 512, kernels)[0]
+
+    kept = loss()
+    expected = [torch.autograd.grad(kept, (hidden, weight), torch.full_like(kept, factor), True) for _ in range(2)]
+    total = loss()
+    with PeakMeter(torch.device(device)) as meter:
+        meter.mark()
+        (total * factor).backward()
+        peak = meter.read()
+    assert peak < weight.numel(), "a copy of dW takes twice as much"
+    for again in expected:
+        assert torch.equal(hidden.grad, again[0]) and torch.equal(weight.grad, again[1])
+
+
+def test_two_losses_of_one_head_add_up():
+    """The first one's gradient, scaled in place, becomes ``weight.grad`` itself; the second must not be lost."""
+    given = [inputs(40, 32, 200, "cpu", torch.float32, seed=seed) for seed in (0, 1)]
+    weight = given[0].weight.requires_grad_()
+    alone = [torch.autograd.grad(loss_of("flce", g.hidden, weight, g.labels), weight)[0] for g in given]
+    for g in given:
+        (2 * loss_of("flce", g.hidden, weight, g.labels)).backward()
+    torch.testing.assert_close(weight.grad, 2 * (alone[0] + alone[1]))
