@@ -36,8 +36,8 @@ class FlceOptions:
     workspace_mb: float | None = field(
         default=None,
         metadata={
-            "help": "Mebibytes that a chunk's logits may take. Default in bfloat16 on a Hopper GPU or later: as many as "
-            "leave 1024 for all beside the gradients; elsewhere an eighth of all logits, 16 to 1024."
+            "help": "Mebibytes that a chunk's logits may take. Default in bfloat16 on a Hopper GPU or later: as many "
+            "as leave 1024 for all beside the gradients; elsewhere an eighth of all logits, 16 to 1024."
         },
     )
 
@@ -95,8 +95,10 @@ class Flce:
             # float16's rows are copied to float32, and so is their dX
             lifted = rows * problem.hidden * 8 if problem.needs_hidden and problem.dtype == torch.float16 else 0
             return triton_bytes(problem, chunk_rows * problem.vocab * problem.dtype.itemsize) + lifted
-        step = chunk_rows // 128 * 128 if chunk_rows < rows else -(-rows // 128) * 128
-        return problem.gradient_bytes + step * _row_bytes(problem) + _low_bytes(problem, -(-rows // step))
+        blocks = -(-rows // 128)
+        chunks = 1 if chunk_rows >= rows else -(-blocks // (chunk_rows // 128))
+        step = -(-blocks // chunks) * 128
+        return problem.gradient_bytes + step * _row_bytes(problem) + _low_bytes(problem, chunks)
 
     def _ascend_bytes(self, problem: Problem, options: FlceOptions) -> int:
         """`peak_bytes` of `kernels/ascend/flce.py`."""
@@ -157,18 +159,17 @@ def _low_bytes(problem: Problem, chunks: int) -> int:
 
 
 def _rows_beside(problem: Problem, most: int) -> int:
-    """The rows of a chunk, if it and the sum of dW may take ``most`` bytes; at least 512, so that products stay
-    large. All chunks are about as large."""
+    """The rows of a chunk, if it and the sum of dW may take ``most`` bytes; at least 1024, since few rows make slow
+    products."""
     rows, row = problem.rows, _row_bytes(problem)
     if -(-rows // 128) * 128 * row <= most:
         return rows
     step = 0
     for several in (2, 17):  # with as many bits as so many chunks take
-        step = max((most - _low_bytes(problem, several)) // row // 128 * 128, 512)
+        step = max((most - _low_bytes(problem, several)) // row // 128 * 128, 1024)
         if -(-rows // step) <= 16:
             break
-    even = -(-rows // -(-rows // step))
-    return min(-(-even // 128) * 128, rows)
+    return min(step, rows)
 
 
 def _lift(row_scale: Tensor) -> Tensor:

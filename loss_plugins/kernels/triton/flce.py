@@ -16,6 +16,7 @@ Letters: N rows, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -231,18 +232,18 @@ def flce_forward(
     everyone = labels.new_full((), rows)
     target = label_logits(hidden, weight, bias, labels * valid, everyone, scale, softcap, dtype)
     known = _Rows(keys, target[order], row_scale[order])
-    step = triton.cdiv(rows, 128) * 128 if chunk_rows >= rows else chunk_rows // 128 * 128
+    edges = _chunks(rows, chunk_rows)
+    step = max(r1 - r0 for r0, r1 in edges) + 127 & ~127
     blocks = blocks_for(step, dtype, True, kernel="exp", device=hidden.device)
     # whole tiles, so that every row of the chunk begins on 16 bytes and no store is cut
     size = step, triton.cdiv(vocab, blocks.v) * blocks.v
     # db is a library's product, which reads what lies behind the rows that count
     chunk = (torch.zeros if need_bias else torch.empty)(size, dtype=dtype, device=hidden.device)
     d_hidden = hidden.new_empty(rows if need_hidden else 0, width)
-    head = HeadGradient(weight, triton.cdiv(rows, step)) if need_weight else None
+    head = HeadGradient(weight, len(edges)) if need_weight else None
     d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
     results = []
-    for r0 in range(0, rows, step):
-        r1 = min(r0 + step, rows)
+    for r0, r1 in edges:
         left = (count - r0).clamp(0, r1 - r0)
         packed = packed_rows(hidden, order[r0:r1], left, dtype)
         part = _exp_chunk(
@@ -279,6 +280,14 @@ def flce_forward(
         entropy[place] if want_entropy else entropy,
         predicted if want_predicted else labels.new_empty(0),
     )
+
+
+def _chunks(rows: int, most: int) -> list[tuple[int, int]]:
+    """(first row, end) of as few chunks of up to ``most`` rows as there can be, about as large, in blocks of 128."""
+    blocks = triton.cdiv(rows, 128)
+    number = 1 if most >= rows else triton.cdiv(blocks, most // 128)
+    edges = [i * blocks // number * 128 for i in range(number)] + [rows]
+    return list(itertools.pairwise(edges))
 
 
 def _exp_chunk(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import on
+from ._common import on, processors
 
 
 def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,21 +89,23 @@ def _moved(source: Tensor, index: Tensor, count: Tensor, factor: Tensor | None, 
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def _scale_kernel(
     source,
     factor,  # () float32
     out,  # may be the source
     size,
+    programs,
     BLOCK: tl.constexpr,
     IN_PLACE: tl.constexpr,
 ):
     b_factor = tl.load(factor)
     if IN_PLACE and b_factor == 1:
         return
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_out = tl.load(source + o, mask=o < size).to(tl.float32) * b_factor
-    tl.store(out + o, b_out.to(out.dtype.element_ty), mask=o < size)
+    for i_block in tl.range(tl.program_id(0), tl.cdiv(size, BLOCK), programs):
+        o = tl.cast(i_block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        b_out = tl.load(source + o, mask=o < size).to(tl.float32) * b_factor
+        tl.store(out + o, b_out.to(out.dtype.element_ty), mask=o < size)
 
 
 def scaled(saved: Tensor, factor: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ def scale_(saved: Tensor, factor: Tensor) -> None:
 def _scale(source: Tensor, factor: Tensor, out: Tensor) -> None:
     size = source.numel()
     if size:
+        # few programs, since most often they have nothing to do
+        programs = min(triton.cdiv(size, 4096), processors(source.device) * 16)
         with on(source.device):
-            _scale_kernel[(triton.cdiv(size, 4096),)](
-                source, factor.float(), out, size, BLOCK=4096, IN_PLACE=source is out
-            )
+            _scale_kernel[(programs,)](source, factor.float(), out, size, programs, BLOCK=4096, IN_PLACE=source is out)
