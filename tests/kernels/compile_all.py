@@ -95,6 +95,7 @@ def pretend(name: str) -> None:
     DeviceProfile.probe = classmethod(lambda cls, device: target.profile)
     _common._keys = lambda device: target.keys
     replace("processors", lambda device: 128)
+    _common.REUSED = False  # what is not launched cannot be launched again
     replace("has_bulk_copies", lambda device: has_bulk(target))
 
     def counted_first(labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -124,6 +124,7 @@ def log_of(b_sum, FAST: tl.constexpr):
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 INTERPRETED = not isinstance(logits_tile, triton.JITFunction)
+REUSED = True  # whether `Launches` reuses what it compiled
 
 
 def blocks_for(
@@ -192,6 +193,29 @@ def is_bulk_readable(matrix: Tensor) -> bool:
 def descriptor(matrix: Tensor, block: list[int]) -> Any:
     """A host-side descriptor: unlike one made on the device it needs no allocator, which autograd's threads lack."""
     return TensorDescriptor.from_tensor(matrix, block)
+
+
+class Launches:
+    """A kernel launched many times in a row, with other numbers and with tensors of the same kinds.
+
+    Triton looks at every argument of a launch to find the code that was compiled for such ones, which takes longer than
+    a small kernel does; here only the first launch with a ``key`` does so, and whoever gives the key vouches for the
+    others: constants and options are those of the key, tensors have the first one's types and begin on 16 bytes if it
+    did, and only numbers that the kernel is not specialised for differ.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self._compiled = kernel, dict[Any, Any]()
+
+    def __call__(self, key: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            constants = (options[name] for name in self._kernel.arg_names[len(args) :])
+            compiled[(*grid, 1, 1)[:3]](*args, *constants)
+        else:
+            found = self._kernel[grid](*args, **options)
+            if REUSED and not INTERPRETED:
+                self._compiled[key] = found
 
 
 def compute_dtype(dtype: torch.dtype) -> Any:

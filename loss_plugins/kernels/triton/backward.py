@@ -28,6 +28,7 @@ from .._rows import row_coefficients
 from ._common import (
     INTERPRETED,
     Blocks,
+    Launches,
     before_transform,
     blocks_for,
     cached_rows,
@@ -45,7 +46,7 @@ from ._common import (
 )
 from .filtered import Seen, add_filtered
 from .marks import MARKED_ROWS, listed, most_pairs
-from .product import add_product, store_product
+from .product import add_product, products, store_product
 from .rows import counted_first, packed_rows, unpacked_rows
 from .sampled import add_sample
 
@@ -276,6 +277,7 @@ def _add_slices(
     readable_rows = descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed
     # once to the end: kernels are compiled by their first launch, and a step in the middle of training should not wait
     problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, d_hidden is None, d_weight is None)
+    launch_dz, launch_product = Launches(_dz_kernel), products()
     for first, wide, dz in _slices(rows, columns, vocab, blocks.v, own, spare):
         if seen is not None and problem in _compiled and seen.nothing_else():
             break
@@ -283,8 +285,9 @@ def _add_slices(
         part = weight[first : first + wide]
         part = part.to(dtype) if blocks.tma else part
         with on(device):
-            _dz_kernel[(grid,)](
-                readable_rows,
+            launch_dz(
+                # a slice beside dW is as wide as what is left of it, one in the workspace as that
+                dz is own, (grid,), readable_rows,
                 descriptor(part, [blocks.v, blocks.h]) if blocks.tma else part,
                 bias if bias is not None else packed,
                 labels,
@@ -303,11 +306,15 @@ def _add_slices(
         if d_bias is not None:
             d_bias[first : first + wide] = bias_parts[:, :wide].sum(0) * unit
         if d_hidden is not None:
-            add_product(dz[:, :wide], part, d_hidden, whole_hidden, if_any=whole_hidden is not counts[0])
+            add_product(
+                dz[:, :wide], part, d_hidden, whole_hidden, if_any=whole_hidden is not counts[0],
+                launches=launch_product,
+            )  # fmt: skip
         if d_weight is not None:
             store_product(
-                dz[:, :wide], packed, d_weight[first : first + wide], whole_weight, unit, transposed=True, if_any=kept
-            )
+                dz[:, :wide], packed, d_weight[first : first + wide], whole_weight, unit, transposed=True, if_any=kept,
+                launches=launch_product,
+            )  # fmt: skip
     _compiled.add(problem)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ._common import (
     INTERPRETED,
+    Launches,
     before_transform,
     blocks_for,
     compute_dtype,
@@ -279,31 +280,34 @@ def add_filtered(
     mean = mean_row(weight) if d_hidden is not None else packed
     common = {"DTYPE": compute_dtype(packed.dtype), "PRECISION": precision(packed, packed.dtype)}
     programs = processors(packed.device) * 2
+    launch_vectors, launch_dx, launch_dw = Launches(_vectors_kernel), Launches(_dx_kernel), Launches(_dw_kernel)
+    dz_rows = descriptor(dz, [dx.h, MARKED_ROWS]) if add_bulk else dz
+    total = descriptor(d_hidden, [MARKED_ROWS, dx.v // 2]) if add_bulk and d_hidden is not None else d_hidden
+    readable_rows = descriptor(packed, [dw.h, dw.v]) if bulk else packed
     for i_round in range(lists.rounds):
         if i_round > 0 and seen.rounds() <= i_round:
             break
         with on(packed.device):
-            _vectors_kernel[(most_chunks,)](
-                packed, weight, bias if bias is not None else packed, labels, lse, coef_p, coef_label, count,
-                lists.columns, lists.lists, lists.vectors, lists.sizes, lists.chunks, dz, sums, blocks, i_round,
-                lists.rounds, packed.stride(0), packed.stride(1), weight.stride(0), weight.stride(1), float(scale),
-                float(softcap), H=width, BLOCK_H=64 if weight.dtype.itemsize == 2 else 32,
+            launch_vectors(
+                None, (most_chunks,), packed, weight, bias if bias is not None else packed, labels, lse, coef_p,
+                coef_label, count, lists.columns, lists.lists, lists.vectors, lists.sizes, lists.chunks, dz, sums,
+                blocks, i_round, lists.rounds, packed.stride(0), packed.stride(1), weight.stride(0), weight.stride(1),
+                float(scale), float(softcap), H=width, BLOCK_H=64 if weight.dtype.itemsize == 2 else 32,
                 HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
                 FAST=fast_exp(packed.device, packed.dtype), num_warps=4, num_stages=3,
                 **common,
             )  # fmt: skip
             if d_hidden is not None:
-                _dx_kernel[(blocks, triton.cdiv(width, dx.v))](
-                    weight, mean, coef_p, coef_label, count, lists.everything, taken, lists.columns, lists.lists,
-                    lists.vectors, lists.sizes, lists.chunks,
-                    descriptor(dz, [dx.h, MARKED_ROWS]) if add_bulk else dz, sums,
-                    descriptor(d_hidden, [MARKED_ROWS, dx.v // 2]) if add_bulk else d_hidden,
-                    i_round, lists.rounds, weight.stride(0), weight.stride(1), float(scale), H=width, TMA=add_bulk,
+                launch_dx(
+                    None, (blocks, triton.cdiv(width, dx.v)), weight, mean, coef_p, coef_label, count,
+                    lists.everything, taken, lists.columns, lists.lists, lists.vectors, lists.sizes, lists.chunks,
+                    dz_rows, sums, total, i_round, lists.rounds, weight.stride(0), weight.stride(1), float(scale),
+                    H=width, TMA=add_bulk,
                     BLOCK_H=dx.v, BLOCK_K=dx.h, num_warps=dx.warps, num_stages=dx.stages, **common,
                 )  # fmt: skip
             if d_weight is not None:
-                _dw_kernel[(programs,)](
-                    descriptor(packed, [dw.h, dw.v]) if bulk else packed, dz, lists.order,
+                launch_dw(
+                    None, (programs,), readable_rows, dz, lists.order,
                     lists.bits, lists.block_of, lists.live, lists.base, lists.edges, unit, d_weight, blocks,
                     weight.shape[0], rows, i_round, programs, packed.stride(0), packed.stride(1), H=width, TMA=bulk,
                     BLOCK_H=dw.v, BLOCK_K=dw.h, num_warps=dw.warps, num_stages=dw.stages, **common,

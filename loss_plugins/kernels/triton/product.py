@@ -20,6 +20,7 @@ from .._matmul import matmul
 from ._common import (
     INTERPRETED,
     Blocks,
+    Launches,
     blocks_for,
     compute_dtype,
     descriptor,
@@ -89,8 +90,19 @@ def _product_kernel(
             out.store([i_m, i_n], b_out.to(out.dtype))
 
 
+def products() -> Launches:
+    """For products one after the other of slices of the same matrices."""
+    return Launches(_product_kernel)
+
+
 def add_product(
-    left: Tensor, right: Tensor, total: Tensor, count: Tensor, transposed: bool = False, if_any: bool = False
+    left: Tensor,
+    right: Tensor,
+    total: Tensor,
+    count: Tensor,
+    transposed: bool = False,
+    if_any: bool = False,
+    launches: Launches | None = None,
 ) -> None:
     """``total += left @ right`` (or ``left.T @ right``), ``total`` float32; rows of ``left`` end at ``count``.
 
@@ -98,7 +110,7 @@ def add_product(
     """
     # the interpreter's copies cannot add
     if not INTERPRETED and _bulk(left, right, total):
-        _launch(left, right, total, count, count, transposed, add=True)
+        _launch(left, right, total, count, count, transposed, True, False, launches)
         return
     product = library_product(left, right, transposed)
     total += torch.where(count > 0, product, 0.0) if if_any else product
@@ -112,13 +124,14 @@ def store_product(
     factor: Tensor,  # () float32
     transposed: bool = False,
     if_any: bool = False,
+    launches: Launches | None = None,
 ) -> None:
     """``out = left @ right * factor`` (or ``left.T @ right``); rows of ``left`` end at ``count``.
 
     ``if_any`` leaves ``out`` as it is where there are none, instead of zeros.
     """
     if _bulk(left, right, out):
-        _launch(left, right, out, count, factor, transposed, add=False, if_any=if_any)
+        _launch(left, right, out, count, factor, transposed, False, if_any, launches)
         return
     product = library_product(left, right, transposed) * factor
     out.copy_(torch.where(count > 0, product, out) if if_any else product)
@@ -136,7 +149,8 @@ def _launch(
     factor: Tensor,
     transposed: bool,
     add: bool,
-    if_any: bool = False,
+    if_any: bool,
+    launches: Launches | None,
 ) -> None:
     (rows, width), depth = out.shape, right.shape[0]
     slots = processors(out.device)
@@ -146,9 +160,10 @@ def _launch(
     m, n, k = blocks.n, blocks.v, blocks.h
     grid = min(slots, -(-rows // m) * -(-width // n))
     halves = out.dtype.itemsize == 4
+    key = blocks, transposed, add, halves, if_any
     with on(out.device):
-        _product_kernel[(grid,)](
-            descriptor(left, [k, m] if transposed else [m, k]), descriptor(right, [k, n]),
+        (launches or products())(
+            key, (grid,), descriptor(left, [k, m] if transposed else [m, k]), descriptor(right, [k, n]),
             descriptor(out, [m, n // 2 if halves else n]), count, factor, rows, width, depth, grid,
             BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, DTYPE=compute_dtype(left.dtype), TRANSPOSED=transposed, ADD=add,
             HALVES=halves, IF_ANY=if_any, num_warps=blocks.warps, num_stages=blocks.stages,
