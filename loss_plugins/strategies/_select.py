@@ -27,10 +27,11 @@ STRATEGIES = Registry(
 )
 
 SMALL = 64 * MIB
-"""Up to this many bytes of logits the plain way is the fastest and its memory does not matter."""
+"""Up to this many bytes of logits the plain way is the fastest, or nearly, and its memory does not matter; see the grid
+in `bench/results`."""
+
 FEW_ROWS = 512
-"""Four times as much for so few rows where an H100 or later multiplies half numbers: handling dW is most of the work.
-See the grid in `bench/results`: there `flce` was as fast with 128 MiB of more rows, and has become faster since."""
+"""From this many rows on a filter is faster than `flce`."""
 
 
 @dataclass(frozen=True)
@@ -190,12 +191,6 @@ def _unknown_option(name: str, options: tuple[str, ...]) -> str | None:
     return next((option for option in options if option not in known), None)
 
 
-def _small(problem: Problem) -> int:
-    """Up to how many bytes of logits naive is taken."""
-    few = problem.bulk_copies and problem.dtype.itemsize == 2 and problem.rows <= FEW_ROWS
-    return SMALL * (4 if few else 1)
-
-
 def _readable(count: int) -> str:
     return f"{count / MIB:.0f} MiB" if count >= MIB else f"{count / 1024:.0f} KiB"
 
@@ -207,10 +202,10 @@ def _auto(options: Mapping[str, Any] | None, problem: Problem, profile: DevicePr
     size = "logits" if torch.compiler.is_compiling() else f"{_readable(problem.logits_bytes)} of logits"
     if problem.module:
         order = [("chunked", "the head is a module that must be called")]
-    elif problem.logits_bytes <= _small(there):
+    elif problem.logits_bytes <= SMALL:
         with_options = f"{size}, and it has the options asked for"
         order = [("naive", f"{size} is little"), *((name, with_options) for name in ("flce", "cce", "chunked"))]
-    elif there.is_filterable and problem.reduced:
+    elif there.is_filterable and problem.reduced and problem.rows >= FEW_ROWS:
         least = f"{size}, least memory, and fastest on a model that is no longer untrained"
         order = [("cce", least), ("flce", f"{size}, fewest operations"), ("chunked", "what is left")]
     elif problem.differentiable and problem.reduced:

@@ -154,7 +154,7 @@ def _row_bytes(problem: Problem) -> int:
 
 def _low_bytes(problem: Problem, chunks: int) -> int:
     """What the sum of dW takes beside the result, as `kernels/triton/flce_gradients.py` keeps it."""
-    bits = 0 if chunks == 1 else 4 if chunks <= 16 else 8
+    bits = 0 if chunks == 1 else 4 if chunks <= 64 else 8
     return problem.needs_weight * problem.vocab * problem.hidden * bits // 8
 
 
@@ -165,9 +165,9 @@ def _rows_beside(problem: Problem, most: int) -> int:
     if -(-rows // 128) * 128 * row <= most:
         return rows
     step = 0
-    for several in (2, 17):  # with as many bits as so many chunks take
+    for several in (2, 65):  # with as many bits as so many chunks take
         step = max((most - _low_bytes(problem, several)) // row // 128 * 128, 1024)
-        if -(-rows // step) <= 16:
+        if -(-rows // step) <= 64:
             break
     return min(step, rows)
 
