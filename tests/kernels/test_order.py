@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from loss_plugins.kernels import ops
-from loss_plugins.kernels.triton import backward, linear_ce
+from loss_plugins.kernels.triton import _common, backward, linear_ce
 from loss_plugins.kernels.triton.tuning import Blocks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -77,3 +77,53 @@ def test_slices_lie_in_rows_that_are_written_later(head):
         assert begin + dz.numel() * 2 <= spare.numel() * spare.element_size()
     assert done == vocab
     assert inside > vocab / 2 if head is not None else inside == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [300, 513])
+@pytest.mark.parametrize(("strategy_filter", "frozen"), [(0.0, False), (0.0, True), (2.0**-12, False)], ids=str)
+def test_launches_of_what_is_compiled_give_the_same_bits(rows, strategy_filter, frozen, monkeypatch):
+    """Slices of several widths, in dW's room and in the workspace, and rounds."""
+    g = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(9000, 72, generator=g, device="cuda").bfloat16().requires_grad_(not frozen)
+    labels = torch.randint(0, 9000, (rows,), generator=g, device="cuda")
+    hidden = (weight.detach()[labels] * 0.4).requires_grad_()
+
+    def gradients():
+        loss = ops.linear_ce(
+            hidden, weight, None, labels, None, -100, 1.0, 0.0, 0.0, 0.0, torch.bfloat16, False, False,
+            strategy_filter, strategy_filter, False, 1 << 20, "triton", "triton",
+        )[0]  # fmt: skip
+        return torch.autograd.grad(loss.sum(), [t for t in (hidden, weight) if t.requires_grad])
+
+    assert _common.REUSED
+    again = gradients()
+    monkeypatch.setattr(_common, "REUSED", False)
+    for one, other in zip(again, gradients(), strict=True):
+        assert torch.equal(one, other) and one.abs().sum() > 0
+
+
+def test_a_launch_again_has_all_arguments_in_their_order(monkeypatch):
+    seen = []
+
+    class Kernel:
+        arg_names = ("a", "b", "SIZE", "FLAG")
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: seen.append(("looked up", grid, args, options)) or Compiled()
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: seen.append(("again", grid, args))
+
+    monkeypatch.setattr(_common, "REUSED", True)
+    monkeypatch.setattr(_common, "INTERPRETED", False)
+    launch = _common.Launches(Kernel())
+    for key, number in (("x", 1), ("x", 2), ("y", 3)):
+        launch(key, (5,), "t", number, FLAG=True, SIZE=8, num_warps=4)
+    options = {"FLAG": True, "SIZE": 8, "num_warps": 4}
+    assert seen == [
+        ("looked up", (5,), ("t", 1), options),
+        ("again", (5, 1, 1), ("t", 2, 8, True)),
+        ("looked up", (5,), ("t", 3), options),
+    ]

@@ -124,7 +124,8 @@ def log_of(b_sum, FAST: tl.constexpr):
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 INTERPRETED = not isinstance(logits_tile, triton.JITFunction)
-REUSED = True  # whether `Launches` reuses what it compiled
+# whether `Launches` reuses what it compiled: an older Triton wants other arguments there
+REUSED = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
 def blocks_for(
