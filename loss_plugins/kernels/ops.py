@@ -289,11 +289,12 @@ def _flce_grad(ctx: Any, grad_total: Tensor | None, *others: Tensor | None) -> t
     if grad_total is None:
         return (None, None, None, *unused)
     # a second backward over a retained graph must find the same numbers
-    in_place = _is_last(*ctx.saved_tensors, grad_total) and hasattr(backend(ctx.kernels), "scale_")
+    gradients = ctx.saved_tensors  # asked for once: a checkpoint computes them again for who asks
+    in_place = _is_last(*gradients, grad_total) and hasattr(backend(ctx.kernels), "scale_")
     scale = _scaled_in_place if in_place else _scaled
     scaled = [
         scale(saved, grad_total, ctx.kernels) if need else None
-        for saved, need in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
+        for saved, need in zip(gradients, ctx.needs_input_grad[:3], strict=True)
     ]
     return (*scaled, *unused)
 
@@ -302,7 +303,9 @@ def _is_last(*tensors: Tensor) -> bool:
     """Whether the graph is freed after this backward, so that nobody will read what it saved. False also where torch
     cannot say: while it compiles, inside its function transforms, before 2.6."""
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    plain = all(type(t) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    transforms = torch._C._functorch
+    wrapped = (transforms.is_functorch_wrapped_tensor, transforms.is_legacy_batchedtensor)
+    plain = all(type(t) is Tensor and not any(is_so(t) for is_so in wrapped) for t in tensors)
     return keeps is not None and plain and not torch.compiler.is_compiling() and not keeps()
 
 

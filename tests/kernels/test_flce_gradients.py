@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from one_step import Inputs, inputs, loss_of, step
 
+from loss_plugins import linear_cross_entropy
 from loss_plugins.diagnostics.memory import PeakMeter
 from loss_plugins.kernels import ops, reference
 from loss_plugins.strategies import STRATEGIES, Problem
@@ -116,3 +118,56 @@ def test_two_losses_of_one_head_add_up():
     for g in given:
         (2 * loss_of("flce", g.hidden, weight, g.labels)).backward()
     torch.testing.assert_close(weight.grad, 2 * (alone[0] + alone[1]))
+
+
+def _checkpointed(reentrant):
+    def run(loss, *leaves):
+        return torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=reentrant)
+
+    return run
+
+
+def _kept_by_a_hook(loss, *leaves):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        return loss(*leaves)
+
+
+def _kept_elsewhere(loss, *leaves):
+    with torch.autograd.graph.save_on_cpu():
+        return loss(*leaves)
+
+
+WAYS = {
+    "checkpoint": _checkpointed(False),
+    "reentrant checkpoint": _checkpointed(True),
+    "hooks": _kept_by_a_hook,
+    "save_on_cpu": _kept_elsewhere,
+    "compiled": lambda loss, *leaves: torch.compile(loss, backend="aot_eager")(*leaves),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("strategy", ["flce", "cce"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_whoever_keeps_what_was_saved(strategy, way, device):
+    given = inputs(40, 32, 200, device, torch.float32)
+    leaves = [given.hidden.requires_grad_(), given.weight.requires_grad_()]
+
+    def loss(hidden, weight):
+        return linear_cross_entropy(hidden, weight, given.labels, strategy=strategy, options={"kernels": "torch"})
+
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    (3 * way(loss, *leaves)).backward()
+    for leaf, gradient in zip(leaves, want, strict=True):
+        torch.testing.assert_close(leaf.grad, 3 * gradient)
+
+
+def test_gradients_of_a_batch_of_factors():
+    given = inputs(40, 32, 200, "cpu", torch.float32)
+    leaves = [given.hidden.requires_grad_(), given.weight.requires_grad_()]
+    loss = linear_cross_entropy(*leaves, given.labels, strategy="flce")
+    want = torch.autograd.grad(loss, leaves, retain_graph=True)
+    got = torch.autograd.grad(loss, leaves, torch.tensor([1.0, -2.0]), is_grads_batched=True)
+    for both, one in zip(got, want, strict=True):
+        torch.testing.assert_close(both, torch.stack([one, -2 * one]))
