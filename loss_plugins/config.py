@@ -127,7 +127,17 @@ class LossConfig:
                 f"loss_statistics asks for dropped, what cce's filter left out, and loss_strategy "
                 f"{self.loss_strategy!r} has no filter. Leave dropped out, or set loss_strategy: cce."
             )
+        self._check_filter()
         self._check_liger_ops()
+
+    def _check_filter(self) -> None:
+        asked = (self.loss_options or {}).get("filter")
+        if self.loss_label_smoothing and is_number(asked) and asked > 0:
+            raise ConfigError(
+                f"loss_options has filter: {asked}, and loss_label_smoothing={self.loss_label_smoothing:g} was asked "
+                "for, but smoothing pulls on every column, so none is negligible. Use filter: auto or off, or no "
+                "smoothing."
+            )
 
     def _check_objective(self) -> None:
         value = self.loss_objective

@@ -230,6 +230,10 @@ CONFIGS = {
     "class weights of text": ({"loss_class_weight": [1.0, "a"]}, "loss_class_weight.*entry 1 is 'a'"),
     "class weights with a nan": ({"loss_class_weight": [float("nan")]}, "loss_class_weight.*entry 0 is nan"),
     "class weights below 0": ({"loss_class_weight": [1.0, -0.5]}, "numbers of 0 or more.*entry 1 is -0.5"),
+    "a filter beside smoothing": (
+        {"loss_strategy": "cce", "loss_options": {"filter": 0.1}, "loss_label_smoothing": 0.1},
+        "smoothing pulls on every column",
+    ),
     "class weights of 0": ({"loss_class_weight": [0.0, 0]}, "loss_class_weight must not be 0 for all 2 classes"),
     "dropped without a filter": (
         {"loss_strategy": "flce", "loss_statistics": ["dropped"]},
