@@ -131,7 +131,7 @@ class LossConfig:
         self._check_liger_ops()
 
     def _check_filter(self) -> None:
-        asked = (self.loss_options or {}).get("filter")
+        asked: Any = (self.loss_options or {}).get("filter")
         if self.loss_label_smoothing and is_number(asked) and asked > 0:
             raise ConfigError(
                 f"loss_options has filter: {asked}, and loss_label_smoothing={self.loss_label_smoothing:g} was asked "
