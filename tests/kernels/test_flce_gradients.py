@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -171,3 +173,18 @@ def test_gradients_of_a_batch_of_factors():
     got = torch.autograd.grad(loss, leaves, torch.tensor([1.0, -2.0]), is_grads_batched=True)
     for both, one in zip(got, want, strict=True):
         torch.testing.assert_close(both, torch.stack([one, -2 * one]))
+
+
+def test_a_backend_that_cannot_scale_in_place(monkeypatch):
+    from loss_plugins.kernels import torch as plain
+
+    monkeypatch.setitem(ops._added, "plain", SimpleNamespace(flce_forward=plain.flce_forward, scaled=plain.scaled))
+    given = inputs(40, 32, 200, "cpu", torch.float32)
+    leaves = [given.hidden.requires_grad_(), given.weight.requires_grad_()]
+
+    def gradients(kernels):
+        args = *leaves, None, given.labels, torch.ones(40), None, -100, 1.0, 0.0, 0.0, 0.0, torch.float32, False, False
+        return torch.autograd.grad(3 * ops.flce(*args, True, True, False, 16, kernels)[0], leaves)
+
+    for one, other in zip(gradients("plain"), gradients("torch"), strict=True):
+        assert torch.equal(one, other)

@@ -1,7 +1,7 @@
 """The backend without Triton: tiles in plain torch, on any device.
 
 Entry functions, the same names in every backend: `linear_ce_forward`, `linear_ce_backward`, `flce_forward`,
-`cross_entropy_forward`, `cross_entropy_backward`, `scaled`, `scale_`.
+`cross_entropy_forward`, `cross_entropy_backward`, `scaled`; `scale_` saves memory where there is one.
 `matmul`, `project`, `project_back` and `dropped_mass` serve the rooms above.
 """
 

@@ -1,12 +1,12 @@
 """Fused linear cross-entropy: three products a chunk of rows, none computed twice.
 
 For each chunk of rows one kernel computes the logits, eq. (1), and stores ``E = exp(z - R)`` in bfloat16, where the
-offset R of a row is its label's logit, known beforehand; the row's sum comes out at its end. The label's entry, by far
-the largest, is then put in its place from float32 numbers. What makes dZ of E, eq. (9), is one number a row: it scales
-the rows of X for dW, and those of the product for dX, and no pass over the chunk is needed. An E that would overflow
-raises its row's R on the way (a logit more than 60 above the label's); then a second kernel brings what was stored
-before to the last R. Peak beside the results: the chunk (``chunk * V * 2`` bytes), dW in float32 where there are
-several chunks, and two copies of the rows.
+offset R of a row is its label's logit, known beforehand; the row's sum comes out at its end. What makes dZ of E, eq.
+(9), is one number a row: it scales the rows of X for dW, and those of the product for dX, and no pass over the chunk is
+needed. The label's entry, by far the largest, is kept in float32 beside E, which has zero there. An E that would
+overflow raises its row's R on the way (a logit more than 60 above the label's); then a second kernel brings what was
+stored before to the last R. `flce_gradients.py` has the products. Peak beside the results: the chunk, ``chunk * V * 2``
+bytes, ``chunk * H * 6`` for its rows and their product, and where there are several chunks ``V * H / 2`` for dW.
 
 Half types other than bfloat16, label smoothing (which needs S inside the chunk) and devices without bulk tensor copies
 take the two passes of `linear_ce_forward` and `linear_ce_backward`.
