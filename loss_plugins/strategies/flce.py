@@ -142,7 +142,8 @@ class Flce:
 
 def _in_one_pass(problem: Problem) -> bool:
     """Whether Triton's kernels make the gradients of a chunk from logits that are computed once."""
-    return problem.bulk_copies and problem.dtype == torch.bfloat16 and problem.differentiable
+    head = problem.weight_dtype or problem.dtype
+    return problem.bulk_copies and problem.dtype == head == torch.bfloat16 and problem.differentiable
 
 
 def _row_bytes(problem: Problem) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from loss_plugins.diagnostics.memory import PeakMeter
 from loss_plugins.kernels import ops, reference
 from loss_plugins.strategies import STRATEGIES, Problem
 from loss_plugins.strategies import flce as strategy
+from loss_plugins.strategies.flce import FlceOptions
 from loss_plugins.testing import relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -74,6 +76,15 @@ def test_the_closed_form_knows_the_sums():
     for chunks in (2, 64, 65, 100):
         assert strategy._low_bytes(problem, chunks) == 2304 * 256_000 * digits_for(chunks) / 8
     assert strategy._low_bytes(problem, 1) == 0
+
+
+def test_a_float32_head_takes_two_passes():
+    """As under autocast: no chunk of all columns is kept then, and no sum of dW."""
+    flce, options = STRATEGIES.get("flce"), FlceOptions(kernels="triton")
+    problem = Problem(8192, 2304, 256_000, torch.bfloat16, bulk_copies=True, triton=True)
+    same, other = (replace(problem, weight_dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert flce.chunk_rows(same, options, "triton") == flce.chunk_rows(problem, options, "triton") == 1408
+    assert flce.chunk_rows(other, options, "triton") == 8192 * 4 // 8 // 2  # an eighth of all float32 logits
 
 
 @pytest.mark.parametrize(("hidden", "vocab"), [(2304, 256_000), (4096, 128_256), (640, 262_144)])
