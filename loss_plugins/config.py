@@ -127,17 +127,8 @@ class LossConfig:
                 f"loss_statistics asks for dropped, what cce's filter left out, and loss_strategy "
                 f"{self.loss_strategy!r} has no filter. Leave dropped out, or set loss_strategy: cce."
             )
-        self._check_filter()
+        check_filter((self.loss_options or {}).get("filter"), self.loss_label_smoothing)
         self._check_liger_ops()
-
-    def _check_filter(self) -> None:
-        asked: Any = (self.loss_options or {}).get("filter")
-        if self.loss_label_smoothing and is_number(asked) and asked > 0:
-            raise ConfigError(
-                f"loss_options has filter: {asked}, and loss_label_smoothing={self.loss_label_smoothing:g} was asked "
-                "for, but smoothing pulls on every column, so none is negligible. Use filter: auto or off, or no "
-                "smoothing."
-            )
 
     def _check_objective(self) -> None:
         value = self.loss_objective
@@ -233,6 +224,15 @@ def _unquoted(name: Any) -> str:
     if isinstance(name, bool):
         return " YAML reads on, off, yes and no as true and false: put quotes around that name, or correct it."
     return " Put the name of what is meant there."
+
+
+def check_filter(value: Any, label_smoothing: float) -> None:
+    """Refuse a probability below which columns are left out, where labels are smoothed."""
+    if label_smoothing and is_number(value) and value > 0:
+        raise ConfigError(
+            f"filter={value!r} and label_smoothing={label_smoothing:g} were both asked for, but smoothing pulls on "
+            "every column, so none is negligible. Use filter: auto or off, or no smoothing."
+        )
 
 
 def is_number(value: Any) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..config import check_filter
 from ..device import DeviceProfile
 from ..errors import ConfigError, unknown_name
 from . import _native
@@ -172,11 +173,7 @@ class Cce:
     def _filters(self, rows: Rows, problem: Problem, options: CceOptions, marks: bool) -> tuple[float, float]:
         """The thresholds of the options, 0 where nothing will be left out, so that nothing is marked for it either."""
         filter_hidden, filter_weight = options.thresholds
-        if options.is_filter_asked and rows.label_smoothing:
-            raise ConfigError(
-                f"filter={options.filter!r} and label_smoothing={rows.label_smoothing:g} were both asked for, but "
-                "smoothing pulls on every column, so none is negligible. Use filter: auto or off, or no smoothing."
-            )
+        check_filter(options.filter, rows.label_smoothing)
         if not marks:  # torch's and Ascend's kernels look for themselves
             return (filter_hidden, filter_weight) if options.is_filter_asked else (0.0, 0.0)
         if problem.dense or problem.rows < FEWEST_ROWS or not (options.is_filter_asked or problem.filter_pays):
