@@ -152,13 +152,16 @@ def scaled(saved: Tensor, factor: Tensor) -> Tensor:
     """``saved * factor`` in the type of ``saved``, rounded once."""
     saved = saved.contiguous()
     out = torch.empty_like(saved)
-    if saved.numel():
-        vector.scale(saved, factor.reshape(1).float(), out)
+    _scale(saved, factor, out)
     return out
 
 
 def scale_(saved: Tensor, factor: Tensor) -> None:
     """``saved *= factor``, rounded once."""
     assert saved.is_contiguous()
-    if saved.numel():
-        vector.scale(saved, factor.reshape(1).float(), saved)
+    _scale(saved, factor, saved)
+
+
+def _scale(source: Tensor, factor: Tensor, out: Tensor) -> None:
+    if source.numel():
+        vector.scale(source, factor.reshape(1).float(), out)
