@@ -30,6 +30,8 @@ from ._options import (
 )
 from ._recompute import recomputed, triton_bytes
 
+MOST_OF_FOUR = 64  # as in `kernels/triton/flce_gradients.py`
+
 
 @dataclass(frozen=True)
 class FlceOptions:
@@ -155,7 +157,7 @@ def _row_bytes(problem: Problem) -> int:
 
 def _low_bytes(problem: Problem, chunks: int) -> int:
     """What the sum of dW takes beside the result, as `kernels/triton/flce_gradients.py` keeps it."""
-    bits = 0 if chunks == 1 else 4 if chunks <= 64 else 8
+    bits = 0 if chunks == 1 else 4 if chunks <= MOST_OF_FOUR else 8
     return problem.needs_weight * problem.vocab * problem.hidden * bits // 8
 
 
@@ -165,12 +167,12 @@ def _rows_beside(problem: Problem, most: int) -> int:
     rows, row = problem.rows, _row_bytes(problem)
     if -(-rows // 128) * 128 * row <= most:
         return rows
-    step = 0
-    for several in (2, 65):  # with as many bits as so many chunks take
-        step = max((most - _low_bytes(problem, several)) // row // 128 * 128, 1024)
-        if -(-rows // step) <= 64:
-            break
-    return min(step, rows)
+
+    def step(chunks: int) -> int:
+        return min(max((most - _low_bytes(problem, chunks)) // row // 128 * 128, 1024), rows)
+
+    few = step(2)
+    return few if -(-rows // few) <= MOST_OF_FOUR else step(MOST_OF_FOUR + 1)
 
 
 def _lift(row_scale: Tensor) -> Tensor:
