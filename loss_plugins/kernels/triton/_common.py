@@ -112,6 +112,30 @@ def before_transform(b_dz, b_z, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOF
 
 
 @triton.jit
+def grouped_tile(i_tile, height, width, group):
+    """(row, column) of a tile of ``height * width``: groups of rows walk the columns together, so that both operands
+    stay in the cache."""
+    i_group = i_tile // (group * width)
+    i_inside = i_tile % (group * width)
+    high = tl.minimum(height - i_group * group, group)
+    return i_group * group + i_inside % high, i_inside // high
+
+
+@triton.jit
+def halves_of(b_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile, so that a float32 one fits shared memory beside the operands."""
+    return tl.split(tl.permute(tl.reshape(b_tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def add_tile(total, i_row, i_column, b_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add a float32 tile by the copy engine, ``total`` a descriptor of half tiles; nobody else adds to it meanwhile."""
+    b_left, b_right = halves_of(b_tile, ROWS, COLUMNS)
+    total.atomic_add([i_row, i_column], b_left)
+    total.atomic_add([i_row, i_column + COLUMNS // 2], b_right)
+
+
+@triton.jit
 def log_of(b_sum, FAST: tl.constexpr):
     """``log(b_sum)``; ``FAST`` as in `exp_difference`, off by 1e-7 near 1."""
     if FAST:

@@ -37,6 +37,7 @@ from ._common import (
     compute_dtype,
     descriptor,
     fast_exp,
+    grouped_tile,
     logits_tile,
     on,
     precision,
@@ -98,12 +99,9 @@ def _dz_kernel(
     n = tl.load(count).to(tl.int32)
     height = tl.cdiv(n, BLOCK_N)
     strips = tl.cdiv(C, BLOCK_V)
-    # a group of blocks of rows, few enough to stay in the cache, walks the columns together
     for i_tile in tl.range(tl.program_id(0), height * strips, programs, flatten=TMA):
-        i_group = i_tile // (group * strips)
-        high = tl.minimum(height - i_group * group, group)
-        i_n = (i_group * group + i_tile % (group * strips) % high) * BLOCK_N
-        i_c = i_tile % (group * strips) // high * BLOCK_V
+        i_row, i_column = grouped_tile(i_tile, height, strips, group)
+        i_n, i_c = i_row * BLOCK_N, i_column * BLOCK_V
         o_n = i_n + tl.arange(0, BLOCK_N)
         m_n = o_n < n
         o_c = i_c + tl.arange(0, BLOCK_V)
@@ -306,15 +304,11 @@ def _add_slices(
         if d_bias is not None:
             d_bias[first : first + wide] = bias_parts[:, :wide].sum(0) * unit
         if d_hidden is not None:
-            add_product(
-                dz[:, :wide], part, d_hidden, whole_hidden, if_any=whole_hidden is not counts[0],
-                launches=launch_product,
-            )  # fmt: skip
+            add_product(dz[:, :wide], part, d_hidden, whole_hidden, whole_hidden is not counts[0], launch_product)
         if d_weight is not None:
             store_product(
-                dz[:, :wide], packed, d_weight[first : first + wide], whole_weight, unit, transposed=True, if_any=kept,
-                launches=launch_product,
-            )  # fmt: skip
+                dz[:, :wide], packed, d_weight[first : first + wide], whole_weight, unit, kept, launch_product
+            )
     _compiled.add(problem)
 
 

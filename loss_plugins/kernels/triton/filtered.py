@@ -25,6 +25,7 @@ from torch import Tensor
 from ._common import (
     INTERPRETED,
     Launches,
+    add_tile,
     before_transform,
     blocks_for,
     compute_dtype,
@@ -169,11 +170,7 @@ def _dx_kernel(
         b_missing += tl.where(tl.load(everything), 0.0, b_whole)
     b_out += (b_missing * scale)[:, None] * tl.load(mean + o_h, mask=m_h, other=0.0)[None, :]
     if TMA:
-        # added by the copy engine, in halves that fit shared memory; nobody else adds to this tile meanwhile
-        b_low, b_high = tl.split(tl.permute(tl.reshape(b_out, (128, 2, BLOCK_H // 2)), (0, 2, 1)))
-        i_n, i_h = (i_b * 128).to(tl.int32), tl.program_id(1) * BLOCK_H
-        total.atomic_add([i_n, i_h], b_low)
-        total.atomic_add([i_n, i_h + BLOCK_H // 2], b_high)
+        add_tile(total, (i_b * 128).to(tl.int32), tl.program_id(1) * BLOCK_H, b_out, 128, BLOCK_H)
     else:
         p_out = total + o_n[:, None] * H + o_h[None, :]
         m_out = m_n[:, None] & m_h[None, :]

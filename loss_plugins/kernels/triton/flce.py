@@ -233,7 +233,7 @@ def flce_forward(
     target = label_logits(hidden, weight, bias, labels * valid, everyone, scale, softcap, dtype)
     known = _Rows(keys, target[order], row_scale[order])
     edges = _chunks(rows, chunk_rows)
-    step = max(r1 - r0 for r0, r1 in edges) + 127 & ~127
+    step = triton.cdiv(max(r1 - r0 for r0, r1 in edges), 128) * 128
     blocks = blocks_for(step, dtype, True, kernel="exp", device=hidden.device)
     # whole tiles, so that every row of the chunk begins on 16 bytes and no store is cut
     size = step, triton.cdiv(vocab, blocks.v) * blocks.v

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import blocks_for, compute_dtype, descriptor, on, processors
+from ._common import blocks_for, compute_dtype, descriptor, grouped_tile, halves_of, on, processors
 from .product import fitting
 
 MOST_OF_FOUR = 64
@@ -76,12 +76,8 @@ def _dw_kernel(
     if not FIRST and not LAST and last == 0:
         return
     for i_tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs):
-        # groups of 8 tiles of columns walk the width together, so that both operands stay in the cache
-        group = i_tile // (8 * tiles_n)
-        height = tl.minimum(tiles_m - group * 8, 8)
-        i_t = group * 8 + i_tile % (8 * tiles_n) % height
-        i_m = i_t * BLOCK_M
-        i_n = (i_tile % (8 * tiles_n) // height) * BLOCK_N
+        i_t, i_strip = grouped_tile(i_tile, tiles_m, tiles_n, 8)
+        i_m, i_n = i_t * BLOCK_M, i_strip * BLOCK_N
         b_out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for i_k in range(0, last, BLOCK_K):
             b_out = tl.dot(exps.load([i_k, i_m]).to(DTYPE).T, scaled.load([i_k, i_n]).to(DTYPE), b_out)
@@ -96,7 +92,7 @@ def _dw_kernel(
             b_rows = rows.load([i_k, i_n]).to(DTYPE)
             b_out = tl.dot(tl.where(m_label, b_first[None, :], 0.0).to(DTYPE), b_rows, b_out)
             b_out = tl.dot(tl.where(m_label, b_rest[None, :], 0.0).to(DTYPE), b_rows, b_out)
-        b_left, b_right = tl.split(tl.permute(tl.reshape(b_out, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        b_left, b_right = halves_of(b_out, BLOCK_M, BLOCK_N)
         if not FIRST:
             if DIGITS == 8:
                 b_low_left = low.load([i_m, i_n]).to(tl.int32)
@@ -122,7 +118,7 @@ def _dw_kernel(
 
 
 class HeadGradient:
-    """dW, summed over chunks. Beside the result there is `low`, where there are several."""
+    """dW, summed over chunks. Beside the result, `total`, there is `low`, where there are several."""
 
     def __init__(self, weight: Tensor, chunks: int) -> None:
         (vocab, width), device = weight.shape, weight.device
@@ -133,29 +129,28 @@ class HeadGradient:
         self.blocks = fitting(whole, small, vocab, width, processors(device))
         self.programs = processors(device) * (1 if self.blocks == whole else 2)
         self.digits = digits_for(chunks)
-        bytes_ = triton.cdiv(width, self.blocks.v) * self.blocks.v * self.digits // 8
-        self.low = torch.empty(vocab if chunks > 1 else 0, bytes_, dtype=torch.uint8, device=device)
+        b, half = self.blocks, [self.blocks.n, self.blocks.v // 2]
+        self.first_columns = torch.arange(triton.cdiv(vocab, b.n) + 1, device=device) * b.n
+        self.sums = self.high = self.low = descriptor(self.total, half)
+        if chunks > 1:
+            size = vocab, triton.cdiv(width, b.v) * b.v * self.digits // 8
+            self.high = descriptor(self.total.view(torch.int16), half)
+            self.low = descriptor(torch.empty(size, dtype=torch.uint8, device=device), half)
         self.chunks, self.done = chunks, 0
 
     def add(self, exps: Tensor, scaled: Tensor, rows: Tensor, labels: Tensor, entry: Tensor, count: Tensor) -> None:
         """Add a chunk: ``exps`` (n, V) zero at the labels, ``scaled`` and ``rows`` (n, H), ``labels`` (n,) int64
         ascending, ``entry`` (n,) float32, ``count`` () int64."""
         (vocab, width), b = self.total.shape, self.blocks
-        tiles = triton.cdiv(vocab, b.n)
-        starts = torch.searchsorted(labels, torch.arange(tiles + 1, device=labels.device) * b.n)
-        half = [b.n, b.v // 2]
-        out = descriptor(self.total, half)
-        several = self.chunks > 1
-        low = descriptor(self.low, [b.n, b.v // 2]) if several else out
-        high = descriptor(self.total.view(torch.int16), half) if several else out
-        programs = min(self.programs, tiles * triton.cdiv(width, b.v))
+        programs = min(self.programs, (len(self.first_columns) - 1) * triton.cdiv(width, b.v))
         least = 16  # rows of a product
         with on(exps.device):
             _dw_kernel[(programs,)](
                 descriptor(exps, [b.h, b.n]), descriptor(scaled, [b.h, b.v]), descriptor(rows, [least, b.v]), labels,
-                entry, starts, count, out, high, low, len(rows), vocab, programs, H=width, BLOCK_M=b.n, BLOCK_N=b.v,
-                BLOCK_K=b.h, BLOCK_L=least, DTYPE=compute_dtype(rows.dtype), DIGITS=self.digits,
-                FIRST=self.done == 0, LAST=self.done == self.chunks - 1, num_warps=b.warps, num_stages=b.stages,
+                entry, torch.searchsorted(labels, self.first_columns), count, self.sums, self.high, self.low,
+                len(rows), vocab, programs, H=width, BLOCK_M=b.n, BLOCK_N=b.v, BLOCK_K=b.h, BLOCK_L=least,
+                DTYPE=compute_dtype(rows.dtype), DIGITS=self.digits, FIRST=self.done == 0,
+                LAST=self.done == self.chunks - 1, num_warps=b.warps, num_stages=b.stages,
             )  # fmt: skip
         self.done += 1
 
@@ -183,17 +178,17 @@ def _dx_kernel(
 ):
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    m_n = o_n < n
+    m_n, m_h = o_n < n, o_h < H
     # rows that do not count have had no logits
-    m_in = (m_n & (o_n < tl.load(count)))[:, None] & (o_h < H)[None, :]
+    m_counts = m_n & (o_n < tl.load(count))
+    m_in = m_counts[:, None] & m_h[None, :]
     b_out = tl.load(product + o_n.to(tl.int64)[:, None] * H + o_h[None, :], mask=m_in, other=0.0)
-    o_v = tl.load(labels + o_n, mask=m_n & (o_n < tl.load(count)), other=0)
+    o_v = tl.load(labels + o_n, mask=m_counts, other=0)
     b_w = tl.load(weight + o_v[:, None] * weight_row + o_h[None, :], mask=m_in, other=0.0).to(tl.float32)
     b_out = b_out * tl.load(factor + o_n, mask=m_n, other=0.0)[:, None]
     b_out += b_w * tl.load(entry + o_n, mask=m_n, other=0.0)[:, None]
     o_out = tl.load(order + o_n, mask=m_n, other=0)
-    m_out = m_n[:, None] & (o_h < H)[None, :]
-    tl.store(out + o_out[:, None] * H + o_h[None, :], b_out.to(out.dtype.element_ty), mask=m_out)
+    tl.store(out + o_out[:, None] * H + o_h[None, :], b_out.to(out.dtype.element_ty), mask=m_n[:, None] & m_h[None, :])
 
 
 def put_hidden_gradient(

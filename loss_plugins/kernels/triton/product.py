@@ -21,9 +21,12 @@ from ._common import (
     INTERPRETED,
     Blocks,
     Launches,
+    add_tile,
     blocks_for,
     compute_dtype,
     descriptor,
+    grouped_tile,
+    halves_of,
     has_bulk_copies,
     is_bulk_readable,
     on,
@@ -33,7 +36,7 @@ from ._common import (
 
 @triton.jit(do_not_specialize=["M", "N", "K", "programs"])
 def _product_kernel(
-    left,  # (M, K) descriptor, or (K, M) with TRANSPOSED
+    left,  # (M, K) descriptor with ADD, else (K, M)
     right,  # (K, N) descriptor
     out,  # (M, N) descriptor, float32 with half tiles: (BLOCK_M, BLOCK_N / 2)
     count,  # () int64
@@ -46,48 +49,41 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
-    TRANSPOSED: tl.constexpr,  # then the sum over K, else the rows M, end at count
-    ADD: tl.constexpr,
+    ADD: tl.constexpr,  # then the rows M, else the sum over K, end at count
     HALVES: tl.constexpr,
     IF_ANY: tl.constexpr,  # leave the result as it is if there are no rows
 ):
-    """``left @ right * factor`` into ``out``, or ``left @ right`` added to it; one program owns a tile."""
+    """``left @ right`` added to ``out``, or ``left.T @ right * factor`` stored there; one program owns a tile."""
     n = tl.load(count).to(tl.int32)
     if IF_ANY and n == 0:
         return
     last = K
     tiles_m = tl.cdiv(M, BLOCK_M)
-    if TRANSPOSED:
-        last = tl.minimum(n, K)
-    else:
+    if ADD:
         tiles_m = tl.cdiv(tl.minimum(n, M), BLOCK_M)
+    else:
+        last = tl.minimum(n, K)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for i_tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs):
-        # groups of 8 row tiles walk the columns together, so that both operands stay in the cache
-        group = i_tile // (8 * tiles_n)
-        height = tl.minimum(tiles_m - group * 8, 8)
-        i_m = (group * 8 + i_tile % (8 * tiles_n) % height) * BLOCK_M
-        i_n = (i_tile % (8 * tiles_n) // height) * BLOCK_N
+        i_row, i_column = grouped_tile(i_tile, tiles_m, tiles_n, 8)
+        i_m, i_n = i_row * BLOCK_M, i_column * BLOCK_N
         b_out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for i_k in range(0, last, BLOCK_K):
             b_right = right.load([i_k, i_n]).to(DTYPE)
-            if TRANSPOSED:
-                b_out = tl.dot(left.load([i_k, i_m]).to(DTYPE).T, b_right, b_out)
-            else:
+            if ADD:
                 b_out = tl.dot(left.load([i_m, i_k]).to(DTYPE), b_right, b_out)
-        if not ADD:
-            b_out *= tl.load(factor)
-        if HALVES:
-            # so that the float32 tile fits shared memory beside the operands
-            b_low, b_high = tl.split(tl.permute(tl.reshape(b_out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-            if ADD:  # by the copy engine
-                out.atomic_add([i_m, i_n], b_low)
-                out.atomic_add([i_m, i_n + BLOCK_N // 2], b_high)
             else:
-                out.store([i_m, i_n], b_low)
-                out.store([i_m, i_n + BLOCK_N // 2], b_high)
+                b_out = tl.dot(left.load([i_k, i_m]).to(DTYPE).T, b_right, b_out)
+        if ADD:
+            add_tile(out, i_m, i_n, b_out, BLOCK_M, BLOCK_N)
         else:
-            out.store([i_m, i_n], b_out.to(out.dtype))
+            b_out *= tl.load(factor)
+            if HALVES:
+                b_left, b_right = halves_of(b_out, BLOCK_M, BLOCK_N)
+                out.store([i_m, i_n], b_left)
+                out.store([i_m, i_n + BLOCK_N // 2], b_right)
+            else:
+                out.store([i_m, i_n], b_out.to(out.dtype))
 
 
 def products() -> Launches:
@@ -95,24 +91,16 @@ def products() -> Launches:
     return Launches(_product_kernel)
 
 
-def add_product(
-    left: Tensor,
-    right: Tensor,
-    total: Tensor,
-    count: Tensor,
-    transposed: bool = False,
-    if_any: bool = False,
-    launches: Launches | None = None,
-) -> None:
-    """``total += left @ right`` (or ``left.T @ right``), ``total`` float32; rows of ``left`` end at ``count``.
+def add_product(left: Tensor, right: Tensor, total: Tensor, count: Tensor, if_any: bool, launches: Launches) -> None:
+    """``total += left @ right``, ``total`` float32; rows of ``left`` end at ``count``.
 
     ``if_any`` adds nothing where there are none, though ``left`` has numbers in them.
     """
     # the interpreter's copies cannot add
     if not INTERPRETED and _bulk(left, right, total):
-        _launch(left, right, total, count, count, transposed, True, False, launches)
+        _launch(left, right, total, count, count, False, launches, add=True)
         return
-    product = library_product(left, right, transposed)
+    product = library_product(left, right, transposed=False)
     total += torch.where(count > 0, product, 0.0) if if_any else product
 
 
@@ -122,18 +110,17 @@ def store_product(
     out: Tensor,
     count: Tensor,
     factor: Tensor,  # () float32
-    transposed: bool = False,
-    if_any: bool = False,
-    launches: Launches | None = None,
+    if_any: bool,
+    launches: Launches,
 ) -> None:
-    """``out = left @ right * factor`` (or ``left.T @ right``); rows of ``left`` end at ``count``.
+    """``out = left.T @ right * factor``; rows of ``left`` end at ``count``.
 
     ``if_any`` leaves ``out`` as it is where there are none, instead of zeros.
     """
     if _bulk(left, right, out):
-        _launch(left, right, out, count, factor, transposed, False, if_any, launches)
+        _launch(left, right, out, count, factor, if_any, launches, add=False)
         return
-    product = library_product(left, right, transposed) * factor
+    product = library_product(left, right, transposed=True) * factor
     out.copy_(torch.where(count > 0, product, out) if if_any else product)
 
 
@@ -142,15 +129,7 @@ def _bulk(left: Tensor, right: Tensor, out: Tensor) -> bool:
 
 
 def _launch(
-    left: Tensor,
-    right: Tensor,
-    out: Tensor,
-    count: Tensor,
-    factor: Tensor,
-    transposed: bool,
-    add: bool,
-    if_any: bool,
-    launches: Launches | None,
+    left: Tensor, right: Tensor, out: Tensor, count: Tensor, factor: Tensor, if_any: bool, launches: Launches, add: bool
 ) -> None:
     (rows, width), depth = out.shape, right.shape[0]
     slots = processors(out.device)
@@ -160,13 +139,12 @@ def _launch(
     m, n, k = blocks.n, blocks.v, blocks.h
     grid = min(slots, -(-rows // m) * -(-width // n))
     halves = out.dtype.itemsize == 4
-    key = blocks, transposed, add, halves, if_any
     with on(out.device):
-        (launches or products())(
-            key, (grid,), descriptor(left, [k, m] if transposed else [m, k]), descriptor(right, [k, n]),
-            descriptor(out, [m, n // 2 if halves else n]), count, factor, rows, width, depth, grid,
-            BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, DTYPE=compute_dtype(left.dtype), TRANSPOSED=transposed, ADD=add,
-            HALVES=halves, IF_ANY=if_any, num_warps=blocks.warps, num_stages=blocks.stages,
+        launches(
+            (blocks, add, halves, if_any), (grid,), descriptor(left, [m, k] if add else [k, m]),
+            descriptor(right, [k, n]), descriptor(out, [m, n // 2 if halves else n]), count, factor, rows, width, depth,
+            grid, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, DTYPE=compute_dtype(left.dtype), ADD=add, HALVES=halves,
+            IF_ANY=if_any, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
 
 

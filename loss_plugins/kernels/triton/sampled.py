@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ._common import (
     INTERPRETED,
+    add_tile,
     before_transform,
     blocks_for,
     compute_dtype,
@@ -184,9 +185,7 @@ def _sample_dx_kernel(
             b_w = tl.load(p_w, mask=(i_c + o_k < C)[:, None] & m_h[None, :], other=0.0)
         b_out = tl.dot(b_dz.to(DTYPE), b_w.to(DTYPE), b_out, input_precision=PRECISION)
     if TMA:
-        b_low, b_high = tl.split(tl.permute(tl.reshape(b_out, (128, 2, BLOCK_H // 2)), (0, 2, 1)))
-        total.atomic_add([i_b * 128, i_h], b_low)
-        total.atomic_add([i_b * 128, i_h + BLOCK_H // 2], b_high)
+        add_tile(total, i_b * 128, i_h, b_out, 128, BLOCK_H)
     else:
         p_out = total + o_n.to(tl.int64)[:, None] * H + o_h[None, :]
         m_out = m_n[:, None] & m_h[None, :]
