@@ -77,6 +77,8 @@ LOSSES: list[tuple[int, torch.dtype, str, dict[str, Any], dict[str, Any], int]] 
     (300, torch.float16, "cce", {"filter": "off"}, {}, WIDTH),
     (300, torch.bfloat16, "flce", {"workspace_mb": 1}, EVERYTHING, WIDTH),
     (300, torch.bfloat16, "flce", {}, {}, WIDTH),
+    (300, torch.bfloat16, "flce", {"workspace_mb": 0.3}, {"fields": (), "softcap": 30.0, "bias": True}, WIDTH),
+    (300, torch.bfloat16, "flce", {"workspace_mb": 0.3}, {"fields": ()}, 384),
 ]
 
 
@@ -97,6 +99,7 @@ def pretend(name: str) -> None:
     replace("processors", lambda device: 128)
     _common.REUSED = False  # what is not launched cannot be launched again
     replace("has_bulk_copies", lambda device: has_bulk(target))
+    replace("has_warpgroups", lambda device: has_bulk(target) and target.profile.capability[0] == 9)
 
     def counted_first(labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         order, place, count = count_first(labels, ignore_index)  # numbers that the host gathers by

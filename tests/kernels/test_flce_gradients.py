@@ -53,6 +53,39 @@ def test_many_chunks_sum_as_float32_does(device, digits, margin, monkeypatch):
     assert parts <= margin * whole
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 200, 384, 1000], ids="{} wide".format)
+@pytest.mark.parametrize("chunks", [1, 2, 5], ids="{} chunks".format)
+@pytest.mark.parametrize("ignored", [0, 2])
+def test_hoppers_kernel_sums_as_the_other_one_does(width, chunks, ignored, monkeypatch):
+    """A tile that is wide and one that is tall, each cut off, and chunks in which no row counts."""
+    from loss_plugins.kernels.triton import flce_gradients, flce_hopper
+
+    if not flce_gradients.has_warpgroups(torch.device("cuda")):
+        pytest.skip("this is not Hopper, or a Triton whose Gluon is another one")
+    given = inputs(chunks * 128 + 130, width, 1000, "cuda", ignored=ignored)
+    variant = "flce, chunks" if chunks > 1 else "flce"
+    runs = []
+    monkeypatch.setattr(
+        flce_hopper.HopperHeadGradient, "add", _counting(flce_hopper.HopperHeadGradient.add, runs), raising=True
+    )
+    found = step(variant, given).d_weight
+    assert len(runs) == (chunks + 2 if chunks > 1 else 1)
+    monkeypatch.setattr(flce_gradients, "has_warpgroups", lambda device: False)
+    other = step(variant, given).d_weight
+    want = oracle(given).d_weight
+    assert relative_error(found, other) <= 1e-4
+    assert relative_error(found, want) <= 1.001 * relative_error(other, want)
+
+
+def _counting(function, runs):
+    def counted(*args):
+        runs.append(args)
+        return function(*args)
+
+    return counted
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_number_that_is_none_stays_so_through_the_sums(device):

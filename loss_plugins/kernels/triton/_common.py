@@ -148,8 +148,10 @@ def log_of(b_sum, FAST: tl.constexpr):
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 INTERPRETED = not isinstance(logits_tile, triton.JITFunction)
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # whether `Launches` reuses what it compiled: an older Triton wants other arguments there
-REUSED = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+REUSED = _VERSION >= (3, 6)
+GLUON = (3, 6) <= _VERSION <= (3, 9)
 
 
 def blocks_for(
@@ -208,6 +210,15 @@ def has_bulk_copies(device: torch.device) -> bool:
     if INTERPRETED:
         return True
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether warps may share the work as `flce_hopper.py` has them: Hopper, and a Triton whose Gluon it is written
+    for, which is experimental and changes."""
+    if not has_bulk_copies(device) or INTERPRETED or not GLUON:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def is_bulk_readable(matrix: Tensor) -> bool:

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._rows import row_coefficients, row_terms
 from ._common import (
     Blocks,
     blocks_for,
@@ -39,7 +38,7 @@ from ._common import (
     transform,
 )
 from .backward import linear_ce_backward
-from .flce_gradients import HeadGradient, put_hidden_gradient
+from .flce_gradients import head_gradient, put_hidden_gradient
 from .linear_ce import label_logits, linear_ce_forward, merge_strips, programs_for, strips_of
 from .product import library_product
 from .rows import by_label, packed_rows
@@ -172,28 +171,107 @@ def _raised_kernel(
         tl.store(p_out, b_exp.to(out.dtype.element_ty), mask=m_raised[:, None])
 
 
-class _Chunk(NamedTuple):
-    """A chunk's results, rows in packed order. dZ is ``factor`` times what the chunk holds, and at the label
-    ``entry``; both are 0 where no row counts."""
-
-    factor: Tensor
-    entry: Tensor
-    loss: Tensor
-    nll: Tensor
-    lse: Tensor
-    entropy: Tensor
-    predicted: Tensor
+@triton.jit(do_not_specialize=["n", "V", "ends_row"])
+def _ends_kernel(
+    merged,  # (6, n) float32: offset, sum without the label, -, -, moment without the label, -
+    labels,  # (n,) int64
+    target,  # (n,) float32
+    row_scale,  # (n,) float32
+    class_weight,  # (V,)
+    chunk,  # (n, V), in which the labels become zero
+    ends,  # (6, n) float32: factor, entry, loss, nll, lse, entropy
+    n,
+    V,
+    chunk_row,
+    ends_row,
+    scale,
+    softcap,
+    z_loss,
+    BLOCK: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr,
+):
+    """Eq. (2) to (5) and (9), once a row's sum is known; all zero where no row counts."""
+    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < n
+    b_label = tl.load(labels + o_n, mask=m_n, other=0)
+    m_valid = m_n & (b_label < V)
+    tl.store(chunk + o_n.to(tl.int64) * chunk_row + b_label, 0.0, mask=m_valid)
+    b_offset = tl.load(merged + o_n, mask=m_valid, other=0.0)
+    b_other = tl.load(merged + n + o_n, mask=m_valid, other=0.0)
+    b_above = tl.load(target + o_n, mask=m_valid, other=0.0)
+    b_cap = b_above / softcap if HAS_SOFTCAP else b_above
+    b_above -= b_offset
+    b_at_label = tl.exp(b_above)
+    b_sum = tl.where(m_valid, b_other + b_at_label, 1.0)
+    b_log = tl.log(b_sum)
+    b_lse = b_offset + b_log
+    b_nll = b_log - b_above
+    b_row = tl.load(row_scale + o_n, mask=m_valid, other=0.0)
+    b_loss, b_beta = b_nll, b_row
+    if HAS_CLASS_WEIGHT:
+        b_weight = tl.load(class_weight + b_label, mask=m_valid, other=0.0).to(tl.float32)
+        b_loss *= b_weight
+        b_beta *= b_weight
+    b_a = b_beta
+    if HAS_Z_LOSS:
+        b_loss += z_loss * b_lse * b_lse
+        b_a += b_row * (2 * z_loss) * b_lse
+    b_factor = b_a * (scale / b_sum)
+    # without a z-loss both coefficients are one, and p - 1 is minus the other columns' share, which does not cancel
+    b_entry = b_factor * b_at_label - b_beta * scale if HAS_Z_LOSS else -b_factor * b_other
+    if HAS_SOFTCAP:
+        b_entry *= 1 - b_cap * b_cap
+    p_ends = ends + o_n
+    tl.store(p_ends, tl.where(m_valid, b_factor, 0.0), mask=m_n)
+    tl.store(p_ends + ends_row, tl.where(m_valid, b_entry, 0.0), mask=m_n)
+    tl.store(p_ends + 2 * ends_row, tl.where(m_valid, b_loss, 0.0), mask=m_n)
+    tl.store(p_ends + 3 * ends_row, tl.where(m_valid, b_nll, 0.0), mask=m_n)
+    tl.store(p_ends + 4 * ends_row, tl.where(m_valid, b_lse, 0.0), mask=m_n)
+    if WANT_ENTROPY:
+        b_moment = tl.load(merged + 4 * n + o_n, mask=m_valid, other=0.0) + b_at_label * b_above
+        tl.store(p_ends + 5 * ends_row, tl.where(m_valid, b_log - b_moment / b_sum, 0.0), mask=m_n)
 
 
 class _Rows(NamedTuple):
-    """What is known of the rows before a logit is, those that count first, in the order of their labels."""
+    """What is known of some rows before a logit is, those that count first, in the order of their labels."""
 
     labels: Tensor  # (n,) int64, the vocabulary's size where none counts
     target: Tensor  # (n,) float32, the label's logit
+    offset: Tensor  # (n,) float32, what exponentials are taken above
     scale: Tensor  # (n,) float32, the loss's factor
+    labelled: Tensor  # (blocks, tiles) int8, whether a tile has the label of one of the block's rows
 
-    def part(self, first: int, last: int) -> _Rows:
-        return _Rows(*(row[first:last] for row in self))
+    def part(self, first: int, last: int, block: int) -> _Rows:
+        rows = (row[first:last] for row in self[:-1])
+        return _Rows(*rows, self.labelled[first // block : -(-last // block)])
+
+    @classmethod
+    def known(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        keys: Tensor,
+        order: Tensor,
+        row_scale: Tensor,
+        scale: float,
+        softcap: float,
+        blocks: Blocks,
+    ) -> _Rows:
+        (rows, vocab), device = (len(labels), weight.shape[0]), hidden.device
+        everyone = labels.new_full((), rows)
+        target = label_logits(hidden, weight, bias, labels, everyone, scale, softcap, torch.bfloat16)[order]
+        # a label that is masked out has no finite logit to start from
+        offset = torch.nan_to_num(target, nan=-1e30, neginf=-1e30, posinf=1e30).clamp(-1e30, 1e30)
+        height, tiles = triton.cdiv(rows, blocks.n), triton.cdiv(vocab, blocks.v)
+        labelled = torch.zeros(height, tiles, dtype=torch.int8, device=device)
+        i_block = torch.arange(rows, device=device) // blocks.n
+        labelled.view(-1).index_fill_(0, i_block * tiles + keys.clamp(max=vocab - 1) // blocks.v, 1)
+        return cls(keys, target, offset, row_scale[order], labelled)
 
 
 def flce_forward(
@@ -229,64 +307,63 @@ def flce_forward(
             z_loss, dtype, want_entropy, want_predicted, need_hidden, need_weight, need_bias, chunk_rows,
         )  # fmt: skip
     keys, order, place, count = by_label(labels, valid, vocab)
-    everyone = labels.new_full((), rows)
-    target = label_logits(hidden, weight, bias, labels * valid, everyone, scale, softcap, dtype)
-    known = _Rows(keys, target[order], row_scale[order])
-    edges = _chunks(rows, chunk_rows)
-    step = triton.cdiv(max(r1 - r0 for r0, r1 in edges), 128) * 128
-    blocks = blocks_for(step, dtype, True, kernel="exp", device=hidden.device)
+    blocks = blocks_for(min(rows, chunk_rows), dtype, True, kernel="exp", device=hidden.device)
+    edges = _chunks(rows, chunk_rows, max(128, blocks.n))
+    known = _Rows.known(hidden, weight, bias, labels * valid, keys, order, row_scale, scale, softcap, blocks)
     # whole tiles, so that every row of the chunk begins on 16 bytes and no store is cut
+    step = triton.cdiv(max(r1 - r0 for r0, r1 in edges), blocks.n) * blocks.n
     size = step, triton.cdiv(vocab, blocks.v) * blocks.v
     # db is a library's product, which reads what lies behind the rows that count
     chunk = (torch.zeros if need_bias else torch.empty)(size, dtype=dtype, device=hidden.device)
     d_hidden = hidden.new_empty(rows if need_hidden else 0, width)
-    head = HeadGradient(weight, len(edges)) if need_weight else None
+    head = head_gradient(weight, len(edges)) if need_weight else None
     d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
-    results = []
+    # every row of it begins on 16 bytes, or another number of tokens would compile kernels again
+    ends = torch.empty(6, triton.cdiv(rows, 128) * 128, dtype=torch.float32, device=hidden.device)[:, :rows]
+    best = []
     for r0, r1 in edges:
         left = (count - r0).clamp(0, r1 - r0)
         packed = packed_rows(hidden, order[r0:r1], left, dtype)
-        part = _exp_chunk(
-            packed, weight, bias, known.part(r0, r1), class_weight, left, scale, softcap, z_loss, want_entropy,
-            want_predicted, chunk, blocks,
+        best.append(
+            _exp_chunk(
+                packed, weight, bias, known.part(r0, r1, blocks.n), class_weight, left, scale, softcap, z_loss,
+                want_entropy, want_predicted, chunk, ends[:, r0:r1], blocks,
+            )
         )  # fmt: skip
-        results.append(part)
-        exps = chunk[: r1 - r0, :vocab]
+        exps, factor, entry = chunk[: r1 - r0, :vocab], ends[0, r0:r1], ends[1, r0:r1]
         if need_bias:
-            _add_bias(d_bias, exps, part, keys[r0:r1])
+            _add_bias(d_bias, exps, factor, entry, keys[r0:r1])
         if need_hidden:
             # few rows make few tiles, which the library spreads over the device better than a tile a program does
             put_hidden_gradient(
-                library_product(exps, weight, transposed=False), weight, keys[r0:r1], part.factor, part.entry,
-                order[r0:r1], left, d_hidden,
+                library_product(exps, weight, transposed=False), weight, keys[r0:r1], factor, entry, order[r0:r1],
+                left, d_hidden,
             )  # fmt: skip
         if head is not None:
             scaled = torch.empty_like(packed)
-            torch.mul(packed, part.factor[:, None], out=scaled)
-            head.add(exps, scaled, packed, keys[r0:r1], part.entry, left)
+            torch.mul(packed, factor[:, None], out=scaled)
+            head.add(exps, scaled, packed, keys[r0:r1], entry, left)
             del scaled
-    loss, nll, lse, entropy, predicted = (
-        torch.cat([getattr(p, name) for p in results]) for name in ("loss", "nll", "lse", "entropy", "predicted")
-    )
+    predicted = labels.new_empty(0)
     if want_predicted:
-        predicted = torch.where(valid, predicted[place].to(torch.int64), ignore_index)
+        predicted = torch.where(valid, torch.cat(best)[place].to(torch.int64), ignore_index)
     return (
-        (loss * known.scale).sum(),
+        (ends[2] * known.scale).sum(),
         d_hidden,
         head.total if head is not None else weight.new_empty(0),
         d_bias if bias is None else d_bias.to(bias.dtype),
-        nll[place],
-        lse[place],
-        entropy[place] if want_entropy else entropy,
-        predicted if want_predicted else labels.new_empty(0),
+        ends[3, place],
+        ends[4, place],
+        ends[5, place] if want_entropy else ends.new_empty(0),
+        predicted,
     )
 
 
-def _chunks(rows: int, most: int) -> list[tuple[int, int]]:
-    """(first row, end) of as few chunks of up to ``most`` rows as there can be, about as large, in blocks of 128."""
-    blocks = triton.cdiv(rows, 128)
-    number = 1 if most >= rows else triton.cdiv(blocks, most // 128)
-    edges = [i * blocks // number * 128 for i in range(number)] + [rows]
+def _chunks(rows: int, most: int, block: int) -> list[tuple[int, int]]:
+    """(first row, end) of as few chunks of up to ``most`` rows as there can be, about as large, in whole blocks."""
+    blocks = triton.cdiv(rows, block)
+    number = 1 if most >= rows else triton.cdiv(blocks, max(most // block, 1))
+    edges = [i * blocks // number * block for i in range(number)] + [rows]
     return list(itertools.pairwise(edges))
 
 
@@ -294,7 +371,7 @@ def _exp_chunk(
     hidden: Tensor,  # (n, H) rows that count first
     weight: Tensor,  # (V, H)
     bias: Tensor | None,
-    known: _Rows,  # (n,) each
+    known: _Rows,
     class_weight: Tensor | None,
     count: Tensor,  # () int64
     scale: float,
@@ -303,19 +380,13 @@ def _exp_chunk(
     want_entropy: bool,
     want_predicted: bool,
     chunk: Tensor,  # (>= n, whole tiles) written
+    ends: Tensor,  # (6, n) float32, rows apart, written: factor, entry, loss, nll, lse, entropy
     blocks: Blocks,
-) -> _Chunk:
-    """Fill ``chunk`` with what is dZ but for a factor of each row and its label's entry."""
+) -> Tensor:
+    """Fill ``chunk`` with what is dZ but for a ``factor`` of each row and its label's ``entry``. Returns the (n,) best
+    classes if they are wanted."""
     (rows, width), vocab, device = hidden.shape, weight.shape[0], hidden.device
-    labels, target, row_scale = known
-    valid = labels < vocab
-    safe = labels.clamp(max=vocab - 1)
-    # a label that is masked out has no finite logit to start from
-    offset = torch.nan_to_num(target, nan=-1e30, neginf=-1e30, posinf=1e30).clamp(-1e30, 1e30)
     tiles = triton.cdiv(vocab, blocks.v)
-    height = triton.cdiv(rows, blocks.n)
-    labelled = torch.zeros(height * tiles, dtype=torch.int8, device=device)
-    labelled.index_fill_(0, torch.arange(rows, device=device) // blocks.n * tiles + safe // blocks.v, 1)
     programs = programs_for(rows, width * hidden.element_size(), tiles, blocks, device)
     parts = torch.empty(5, 1, programs, blocks.n, dtype=torch.float32, device=device)
     best = torch.empty(programs if want_predicted else 0, blocks.n, dtype=torch.int32, device=device)
@@ -323,48 +394,35 @@ def _exp_chunk(
     with on(device):
         _exp_kernel[(programs,)](
             descriptor(hidden, [blocks.n, blocks.h]), descriptor(weight, [blocks.v, blocks.h]),
-            bias if bias is not None else hidden, labels, labelled, offset, count, parts, best, tile_offset,
-            descriptor(chunk, [blocks.n, blocks.v]), rows, vocab, tiles, float(scale), float(softcap), LIMIT,
-            H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h, DTYPE=compute_dtype(hidden.dtype),
+            bias if bias is not None else hidden, known.labels, known.labelled, known.offset, count, parts, best,
+            tile_offset, descriptor(chunk, [blocks.n, blocks.v]), rows, vocab, tiles, float(scale), float(softcap),
+            LIMIT, H=width, BLOCK_N=blocks.n, BLOCK_V=blocks.v, BLOCK_H=blocks.h, DTYPE=compute_dtype(hidden.dtype),
             HAS_BIAS=bias is not None, HAS_SCALE=scale != 1.0, HAS_SOFTCAP=softcap != 0.0,
             WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted, WHOLE=vocab % blocks.v == 0,
             FAST=fast_exp(device, hidden.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
-        (offset, other, _, _, moment, _), predicted = merge_strips(
-            parts, best, count, rows, tiles, blocks, False, want_entropy, want_predicted
-        )
+        merged, predicted = merge_strips(parts, best, count, rows, tiles, blocks, False, want_entropy, want_predicted)
         _raised_kernel[(triton.cdiv(rows, 32), triton.cdiv(tiles, 64))](
-            chunk, tile_offset, offset, count, rows, tiles, chunk.stride(0), BLOCK_N=32, BLOCK_V=blocks.v, BLOCK_T=64,
+            chunk, tile_offset, merged, count, rows, tiles, chunk.stride(0), BLOCK_N=32, BLOCK_V=blocks.v, BLOCK_T=64,
             num_warps=4,
         )  # fmt: skip
-    chunk[:rows].scatter_(1, safe[:, None], 0.0)
-    at_label = torch.exp(target - offset)
-    sum_ = torch.where(valid, other + at_label, 1.0)
-    loss, nll, lse = row_terms(offset, sum_, target, None, safe, valid, class_weight, 0.0, z_loss, vocab)
-    coef_p, coef_label, _ = row_coefficients(row_scale, lse, safe, valid, class_weight, 0.0, z_loss, vocab)
-    factor = coef_p * (scale / sum_)
-    # without a z-loss both coefficients are one, and p - 1 is minus the other columns' share, which does not cancel
-    entry = -factor * other
-    if z_loss:
-        entry = factor * at_label - coef_label * scale
-    if softcap:
-        entry = entry * (1 - (target / softcap).square())
-    entropy = other.new_zeros(0)
-    if want_entropy:
-        whole = moment + at_label * (target - offset)
-        entropy = torch.where(valid, sum_.log() - whole / sum_, 0.0)
-    entry = torch.where(valid, entry, 0.0)
-    return _Chunk(factor, entry, loss, nll, lse, entropy, predicted)
+        _ends_kernel[(triton.cdiv(rows, 128),)](
+            merged, known.labels, known.target, known.scale, class_weight if class_weight is not None else merged,
+            chunk, ends, rows, vocab, chunk.stride(0), ends.stride(0), float(scale), float(softcap), float(z_loss),
+            BLOCK=128, HAS_CLASS_WEIGHT=class_weight is not None, HAS_SOFTCAP=softcap != 0.0, HAS_Z_LOSS=z_loss != 0.0,
+            WANT_ENTROPY=want_entropy, num_warps=4,
+        )  # fmt: skip
+    return predicted
 
 
-def _add_bias(total: Tensor, exps: Tensor, part: _Chunk, labels: Tensor) -> None:
+def _add_bias(total: Tensor, exps: Tensor, factor: Tensor, entry: Tensor, labels: Tensor) -> None:
     """Add a chunk's share of db, (V,) float32. The factor is taken in two numbers of the half type, so that it is
     rounded as little as a float32 one."""
-    high = part.factor.to(exps.dtype)
-    both = torch.stack([high, (part.factor - high).to(exps.dtype)], 1)
+    high = factor.to(exps.dtype)
+    both = torch.stack([high, (factor - high).to(exps.dtype)], 1)
     total += library_product(exps, both, transposed=True).sum(1)
     # sorted inside, so the same every time
-    total.index_put_((labels.clamp(max=len(total) - 1),), part.entry, accumulate=True)
+    total.index_put_((labels.clamp(max=len(total) - 1),), entry, accumulate=True)
 
 
 def _two_passes(

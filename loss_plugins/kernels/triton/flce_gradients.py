@@ -20,7 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import blocks_for, compute_dtype, descriptor, grouped_tile, halves_of, on, processors
+from ._common import (
+    blocks_for,
+    compute_dtype,
+    descriptor,
+    grouped_tile,
+    halves_of,
+    has_warpgroups,
+    on,
+    processors,
+)
 from .product import fitting
 
 MOST_OF_FOUR = 64
@@ -29,14 +38,14 @@ the errors of many grow with the root of a third of them, since the first sums a
 
 
 @triton.jit
-def _joined(b_high, b_low, DIGITS: tl.constexpr):
+def joined(b_high, b_low, DIGITS: tl.constexpr):
     """The float32 number of its upper 16 bits and the next few."""
     b_bits = (b_high.to(tl.int32) << 16) | (b_low << (16 - DIGITS))
     return b_bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _parted(b_number, DIGITS: tl.constexpr):
+def parted(b_number, DIGITS: tl.constexpr):
     """(upper 16 bits, the next few) of a float32 number, rounded to the nearest."""
     b_bits = b_number.to(tl.int32, bitcast=True)
     m_finite = (b_bits & 0x7F800000) != 0x7F800000  # rounding would carry a NaN into a number
@@ -100,14 +109,14 @@ def _dw_kernel(
             else:
                 b_low = low.load([i_m, i_n // 2]).to(tl.int32)
                 b_low_left, b_low_right = b_low & 15, b_low >> 4
-            b_left += _joined(high.load([i_m, i_n]), b_low_left, DIGITS)
-            b_right += _joined(high.load([i_m, i_n + HALF]), b_low_right, DIGITS)
+            b_left += joined(high.load([i_m, i_n]), b_low_left, DIGITS)
+            b_right += joined(high.load([i_m, i_n + HALF]), b_low_right, DIGITS)
         if LAST:
             out.store([i_m, i_n], b_left.to(out.dtype))
             out.store([i_m, i_n + HALF], b_right.to(out.dtype))
         else:
-            b_high_left, b_low_left = _parted(b_left, DIGITS)
-            b_high_right, b_low_right = _parted(b_right, DIGITS)
+            b_high_left, b_low_left = parted(b_left, DIGITS)
+            b_high_right, b_low_right = parted(b_right, DIGITS)
             high.store([i_m, i_n], b_high_left)
             high.store([i_m, i_n + HALF], b_high_right)
             if DIGITS == 8:
@@ -115,6 +124,15 @@ def _dw_kernel(
                 low.store([i_m, i_n + HALF], b_low_right.to(tl.uint8))
             else:
                 low.store([i_m, i_n // 2], (b_low_left | (b_low_right << 4)).to(tl.uint8))
+
+
+def head_gradient(weight: Tensor, chunks: int) -> HeadGradient:
+    """dW's sum, by the kernel that the device is fastest with."""
+    if has_warpgroups(weight.device) and digits_for(chunks) == 4:
+        from .flce_hopper import HopperHeadGradient
+
+        return HopperHeadGradient(weight, chunks)
+    return HeadGradient(weight, chunks)
 
 
 class HeadGradient:

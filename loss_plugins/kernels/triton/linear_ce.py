@@ -503,7 +503,7 @@ def cast_columns(width: int, dtype: torch.dtype, blocks: Blocks) -> int:
 
 
 def programs_for(rows: int, row_bytes: int, tiles: int, blocks: Blocks, device: torch.device) -> int:
-    """How many programs to launch: a strip of the vocabulary each, the fewest that leave a tenth of the device idle.
+    """How many programs to launch: a strip of the vocabulary each, the fewest that leave little of the device idle.
 
     Programs of a block of rows follow each other, so more strips also mean fewer rows at a time. Every program reads
     its rows again for each tile of the vocabulary: where all rows are much more than the cache holds, no more than stay
@@ -515,10 +515,10 @@ def programs_for(rows: int, row_bytes: int, tiles: int, blocks: Blocks, device: 
     least = -(-slots // cached) if height > cached * 8 // 3 else 1
     best, best_use = 1, 0.0
     for strips in range(min(least, tiles), min(tiles, 4 * slots) + 1):
-        programs = height * strips
-        use = programs / (-(-programs // slots) * slots)  # triton.cdiv takes 2 us
+        # a turn takes as long as its program with the most tiles, and half a tile to begin and to end
+        use = height * tiles / (-(-height * strips // slots) * slots * (-(-tiles // strips) + 0.5))
         if use > best_use:
             best, best_use = strips, use
-        if best_use >= 0.9:
+        if best_use >= 0.96:
             break
     return height * best
