@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,28 @@ def test_ignored_rows(device, left, chosen):
     assert not left or got[0].any()
 
 
+@pytest.mark.parametrize("below", [BELOW, 0.0], ids=["filtered", "exact"])
+def test_the_copy_of_the_rows_is_gone_when_dx_is_rounded(below, monkeypatch):
+    """Which takes its room."""
+    copies, alive = [], []
+    packed_rows, finish = backward.packed_rows, RowSums.rounded
+
+    def noted(*given):
+        made = packed_rows(*given)
+        copies.append(weakref.ref(made))
+        return made
+
+    def looked(*given):
+        alive.append(copies[-1]() is not None)
+        return finish(*given)
+
+    monkeypatch.setattr(backward, "packed_rows", noted)
+    monkeypatch.setattr(RowSums, "rounded", looked)
+    for workspace in (1, 1 << 23):
+        Case("cpu", shape=(256, 64, 300), tile_bytes=workspace).run((below, below))
+    assert alive == [False, False]
+
+
 FILTERED = {
     "plain": {},
     "float16": {"dtype": torch.float16},
@@ -189,8 +212,9 @@ def test_the_closed_form_is_the_kernels(rows, hidden, vocab, marks, needs_weight
     monkeypatch.setattr(backward, "INTERPRETED", False)
     slices = backward._Slices.of(packed, weight, needs_weight)
     monkeypatch.setattr("loss_plugins.kernels.triton.sampled._is_bulk", lambda *_: True)
-    additions = functools.partial(backward._additions, slices, packed, weight, marks, workspace)
-    digits = row_digits(packed, weight, torch.bfloat16, workspace, additions)
+    # the sums are not made, so that what was asked for can be as large as it likes
+    monkeypatch.setattr(backward, "RowSums", lambda rows, width, digits, device: SimpleNamespace(digits=digits))
+    digits = backward._row_sums(packed, weight, torch.bfloat16, slices, marks, workspace).digits
     total = sums.sum_bytes(rows, hidden, digits)
     assert _recompute._sum_bytes(problem, workspace, marks) == total
     work = rows * slices.columns(total, workspace) * 2

@@ -1,12 +1,13 @@
 """Cut cross-entropy, backward, exact: a slice of the vocabulary at a time, three products a slice.
 
 For each slice of columns: its logits are computed again and turned into their gradient dZ, eq. (5) and (6), which is
-stored in the half type, ``N * slice * 2`` bytes; dX gets ``dZ @ W`` added in float32, eq. (7); the slice owns its rows
-of dW and writes ``dZ.T @ X`` once, eq. (8). No atomics, so the result is the same every time. Ignored rows are sorted
-to the end: their blocks return at once, and the sum over rows of eq. (8) stops before them. dZ is scaled by a power of
-two that brings the largest coefficient near 1, so that float16 does not lose small ones. Peak beside the results: a
-slice, dX in float32, and a copy of the rows, ``N * H``. Most slices take no room: dZ lies in those rows of dW that are
-written last.
+stored in the half type, ``N * slice * 2`` bytes; dX gets ``dZ @ W`` added, eq. (7); the slice owns its rows of dW and
+writes ``dZ.T @ X`` once, eq. (8). No atomics, so the result is the same every time. Ignored rows are sorted to the end:
+their blocks return at once, and the sum over rows of eq. (8) stops before them. dZ is scaled by a power of two that
+brings the largest coefficient near 1, so that float16 does not lose small ones. Peak beside the results: a slice and
+the sums of dX, in float32 or, where that would take more than five eighths of the workspace, in 20 or 24 bits (see
+`sums.py`); a copy of the rows, ``N * H``, stands where dX will be. Most slices take no room: dZ lies in those rows of
+dW that are written last.
 
 With a filter, `filtered.py` computes what it leaves out nothing of, and the slices here whatever it does not: dX or dW
 that is not filtered, or both, where the device finds that too much would be lost.
@@ -16,7 +17,6 @@ Letters: N rows, H hidden width, V vocabulary, C columns of a slice.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +166,7 @@ def linear_ce_backward(
     Without ``marks`` nothing is left out. With them, dX and dW are filtered if their filter is above 0, unless db is
     needed or labels are smoothed, which pull on every column.
     """
-    (rows, width), vocab = hidden.shape, weight.shape[0]
+    width, vocab = hidden.shape[1], weight.shape[0]
     order, place, count = counted_first(labels, ignore_index)
     valid = labels != ignore_index
     given = [grad, *(g for g in (grad_nll, grad_lse) if g is not None)]
@@ -181,10 +181,7 @@ def linear_ce_backward(
     slices = _Slices.of(
         packed, weight, need_weight and not need_bias and not (need_hidden and filters == (False, True))
     )
-    d_hidden = None
-    if need_hidden:
-        additions = functools.partial(_additions, slices, packed, weight, filters[0], tile_bytes)
-        d_hidden = RowSums(rows, width, row_digits(packed, weight, hidden.dtype, tile_bytes, additions), hidden.device)
+    d_hidden = _row_sums(packed, weight, hidden.dtype, slices, filters[0], tile_bytes) if need_hidden else None
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else weight.new_empty(0)
     d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
     row_data = [labels[order], lse[order], *(c[order] for c in coefficients)]
@@ -324,16 +321,23 @@ def _capacity(rows: int, vocab: int, itemsize: int, beside: int, workspace: int)
     return min(max(left // vector, LEAST_VECTORS, 256 * blocks), most)
 
 
-def _additions(slices: _Slices, packed: Tensor, weight: Tensor, filtered: bool, workspace: int, digits: int) -> int:
-    """How many launches at most add to a number of dX, where its sums keep so many ``digits``."""
+def _row_sums(
+    packed: Tensor, weight: Tensor, dtype: torch.dtype, slices: _Slices, filtered: bool, workspace: int
+) -> RowSums:
+    """Zeros, to which dX of ``dtype`` is added."""
     (rows, width), vocab = packed.shape, weight.shape[0]
-    beside = sum_bytes(rows, width, digits)
-    most = len(list(slices.cuts(slices.columns(beside, workspace))))
-    if filtered:  # either this or all slices
-        capacity = _capacity(rows, vocab, packed.element_size(), beside, workspace)
-        rounds = rounds_for(triton.cdiv(rows, MARKED_ROWS), vocab, capacity)
-        most = max(most, sample_slices(packed, weight) + rounds)
-    return most
+
+    def additions(digits: int) -> int:
+        """How many launches at most add to a number."""
+        beside = sum_bytes(rows, width, digits)
+        most = len(list(slices.cuts(slices.columns(beside, workspace))))
+        if filtered:  # either this or all slices
+            capacity = _capacity(rows, vocab, packed.element_size(), beside, workspace)
+            rounds = rounds_for(triton.cdiv(rows, MARKED_ROWS), vocab, capacity)
+            most = max(most, sample_slices(packed, weight) + rounds)
+        return most
+
+    return RowSums(rows, width, row_digits(packed, weight, dtype, workspace, additions), packed.device)
 
 
 @dataclass(frozen=True)
