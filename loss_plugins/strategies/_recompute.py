@@ -97,5 +97,5 @@ def _filter_layout(problem: Problem, workspace: int, total: int) -> tuple[int, i
     rows, vocab, blocks = problem.rows, problem.vocab, -(-problem.rows // 128)
     pairs = int(blocks * vocab / 12)
     lists = blocks * -(-vocab // 32) * 4 + -(-vocab // 128) * blocks * 40 + 4 * pairs + 8 * vocab
-    left = workspace - total - lists - 64 * rows - (1 << 20)
+    left = workspace - total - lists - 64 * rows - (3 << 20)
     return lists, min(max(left // (128 * problem.dtype.itemsize + 4), 1 << 17, 256 * blocks), pairs + 256 * blocks)

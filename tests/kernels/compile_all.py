@@ -188,6 +188,7 @@ def compute_filtered() -> None:
     filtered_step(300, WIDTH, torch.bfloat16, head=torch.float32)
     for dtype in (torch.bfloat16, torch.float16):
         filtered_step(300, WIDTH, dtype, workspace=FEW)
+    filtered_step(300, WIDTH, torch.bfloat16, head=torch.float32, workspace=FEW)
 
 
 def filtered_step(

@@ -313,9 +313,10 @@ def _add_slices(
 
 
 def _capacity(rows: int, vocab: int, itemsize: int, beside: int, workspace: int) -> int:
-    """Vectors of a round: what the workspace leaves beside dX's sums, the lists and some numbers of each row."""
+    """Vectors of a round: what the workspace leaves beside dX's sums, the lists, some numbers of each row, and what an
+    allocator rounds up."""
     blocks = triton.cdiv(rows, MARKED_ROWS)
-    left = workspace - beside - listed_bytes(blocks, vocab) - 64 * rows - (1 << 20)
+    left = workspace - beside - listed_bytes(blocks, vocab) - 64 * rows - (3 << 20)
     vector = MARKED_ROWS * itemsize + 4  # with its part of a chunk's sums
     most = most_pairs(blocks, vocab) + 256 * blocks
     return min(max(left // vector, LEAST_VECTORS, 256 * blocks), most)
