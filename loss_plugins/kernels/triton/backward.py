@@ -274,7 +274,8 @@ def _add_slices(
     group = max(1, min(cached_rows(device, width * packed.element_size()) // 2 // blocks.n, height))
     readable_rows = descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed
     # once to the end: kernels are compiled by their first launch, and a step in the middle of training should not wait
-    problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, d_hidden is None, d_weight is None)
+    digits = None if d_hidden is None else d_hidden.digits
+    problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, digits, d_weight is None)
     launch_dz, launch_product = Launches(_dz_kernel), products()
     for first, wide, dz in slices.rooms(own, d_weight):
         if seen is not None and problem in _compiled and seen.nothing_else():
