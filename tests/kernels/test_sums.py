@@ -14,7 +14,7 @@ from one_step import assert_right, inputs, step
 from test_filtered import BELOW, Case
 
 from loss_plugins.device import DeviceProfile
-from loss_plugins.kernels.triton import backward, product, sums
+from loss_plugins.kernels.triton import backward, product, sampled, sums
 from loss_plugins.kernels.triton.sums import RowSums, row_digits
 from loss_plugins.kernels.triton.tuning import Blocks
 from loss_plugins.strategies import Problem, _recompute
@@ -91,7 +91,17 @@ def digits_of(rows, width, dtype=torch.bfloat16, out=None, workspace=128 << 20, 
     return row_digits(packed.expand(rows, width), weight, out or dtype, workspace, lambda digits: additions)
 
 
-def test_when_few_bits_are_taken():
+@pytest.fixture
+def hopper(monkeypatch):
+    """Its copies and tiles, wherever this runs."""
+    monkeypatch.setattr("loss_plugins.kernels.triton._common.has_bulk_copies", lambda device: True)
+    for module in (sums, backward, sampled):
+        monkeypatch.setattr(module, "blocks_for", lambda *_, **__: Blocks(128, 256, 64, 8, 3, True))
+    monkeypatch.setattr(sampled, "_is_bulk", lambda *_: True)
+    monkeypatch.setattr(backward, "INTERPRETED", False)
+
+
+def test_when_few_bits_are_taken(hopper):
     assert digits_of(8192, 4096) == 4
     assert digits_of(8192, 2304) == digits_of(8192, 2560) == 0 and digits_of(8192, 2568) == 4
     assert [digits_of(8192, 4096, additions=n) for n in (64, 65, 1 << 14, (1 << 14) + 1)] == [4, 8, 8, 0]
@@ -142,8 +152,9 @@ def test_ignored_rows(device, left, chosen):
     assert not left or got[0].any()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("below", [BELOW, 0.0], ids=["filtered", "exact"])
-def test_the_copy_of_the_rows_is_gone_when_dx_is_rounded(below, monkeypatch):
+def test_the_copy_of_the_rows_is_gone_when_dx_is_rounded(device, below, monkeypatch):
     """Which takes its room."""
     copies, alive = [], []
     packed_rows, finish = backward.packed_rows, RowSums.rounded
@@ -160,7 +171,7 @@ def test_the_copy_of_the_rows_is_gone_when_dx_is_rounded(below, monkeypatch):
     monkeypatch.setattr(backward, "packed_rows", noted)
     monkeypatch.setattr(RowSums, "rounded", looked)
     for workspace in (1, 1 << 23):
-        Case("cpu", shape=(256, 64, 300), tile_bytes=workspace).run((below, below))
+        Case(device, shape=(256, 64, 300), tile_bytes=workspace).run((below, below))
     assert alive == [False, False]
 
 
@@ -203,15 +214,13 @@ def test_everything_is_computed_into_few_bits_too(device, chosen):
     ("rows", "hidden", "vocab"),
     [(8192, 2304, 256_000), (8192, 4096, 128_256), (8192, 640, 262_144), (8192, 3072, 256_000), (65536, 4096, 128_256)],
 )
-def test_the_closed_form_is_the_kernels(rows, hidden, vocab, marks, needs_weight, monkeypatch):
+def test_the_closed_form_is_the_kernels(rows, hidden, vocab, marks, needs_weight, hopper, monkeypatch):
     """What `peak_bytes` says beside the gradients is how `backward.py` divides the workspace."""
     workspace = 128 << 20
     h200 = DeviceProfile("cuda", "NVIDIA H200", (9, 0), has_triton=True)
     problem = Problem(rows, hidden, vocab, torch.bfloat16, needs_weight=needs_weight).on(h200)
     packed, weight = (torch.zeros(1, hidden, dtype=torch.bfloat16).expand(n, hidden) for n in (rows, vocab))
-    monkeypatch.setattr(backward, "INTERPRETED", False)
     slices = backward._Slices.of(packed, weight, needs_weight)
-    monkeypatch.setattr("loss_plugins.kernels.triton.sampled._is_bulk", lambda *_: True)
     # the sums are not made, so that what was asked for can be as large as it likes
     monkeypatch.setattr(backward, "RowSums", lambda rows, width, digits, device: SimpleNamespace(digits=digits))
     digits = backward._row_sums(packed, weight, torch.bfloat16, slices, marks, workspace).digits
