@@ -234,15 +234,3 @@ def test_the_closed_form_is_the_kernels(rows, hidden, vocab, marks, needs_weight
     beside = _recompute.triton_bytes(problem, workspace, marks) - problem.gradient_bytes
     assert total + work <= beside <= 1.01 * (total + work)
     assert total + work <= workspace or rows > 8192
-
-
-def test_slices_cover_the_vocabulary_once():
-    blocks = Blocks(128, 256, 64, 8, 3, True)
-    for rows, width, vocab in ((8192, 4096, 128_256), (8192, 640, 262_144), (300, 264, 5000)):
-        for room in (0, width, 2 * width):
-            cuts = list(backward._Slices(rows, vocab, 2, blocks, room).cuts(2560))
-            assert [first for first, _, _ in cuts] == [0, *(first + wide for first, wide, _ in cuts)][:-1]
-            assert cuts[-1][0] + cuts[-1][1] == vocab
-            # dZ in the rows of dW lies behind the slice's own, which are written meanwhile
-            for first, wide, begin in cuts:
-                assert begin is None or (first + wide) * room <= begin <= vocab * room - rows * wide
