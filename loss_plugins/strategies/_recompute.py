@@ -3,6 +3,8 @@ gradient that will come back."""
 
 from __future__ import annotations
 
+import torch
+
 from ..kernels import ops
 from ._base import Problem, RowLoss, Rows
 
@@ -41,16 +43,59 @@ def triton_bytes(problem: Problem, workspace: int, marks: bool = False) -> int:
     forward = packed + max(-(-rows // tall) * strips, 132) * tall * 24 + blocks * problem.vocab * marks
     if not problem.differentiable:
         return forward
-    total = rows * problem.hidden * 4 * problem.needs_hidden  # dX in float32
-    columns = min(max((workspace - total - (8 << 20)) // (rows * size), 2048), problem.vocab)
+    total = _sum_bytes(problem, workspace, marks)
+    columns = _columns(problem, workspace, total)
     work = rows * columns * size  # a slice of dZ; further ones lie in dW
     if problem.weight_dtype not in (None, problem.dtype):
         work += columns * problem.hidden * size  # its part of the head, cast
     if marks:
-        lists = blocks * problem.vocab
-        least = max(1 << 17, 256 * blocks)
-        vectors = max((workspace - total - lists) // (128 * size), least)
-        work = max(work, lists + min(vectors, lists // 12 + 256 * blocks) * 128 * size)
+        lists, vectors = _filter_layout(problem, workspace, total)
+        work = max(work, lists + vectors * (128 * size + 4))
     # the copy of the rows is gone when dX is rounded
     copied = packed if not problem.needs_hidden else 0
     return max(forward, problem.gradient_bytes + total + work + copied)
+
+
+def _sum_bytes(problem: Problem, workspace: int, marks: bool) -> int:
+    """What dX is summed in: float32, or 20 or 24 bits a number where that leaves too little of the workspace."""
+    if not problem.needs_hidden:
+        return 0
+    numbers, half = problem.rows * problem.hidden, problem.dtype.itemsize == 2
+    few = half and problem.bulk_copies and problem.hidden % 8 == 0 and numbers * 4 > workspace * 5 // 8
+    if few:
+        more = 6 if problem.dtype == torch.float16 else 0  # float16 has three bits more
+        for digits in (4, 8):
+            total = numbers * 2 + problem.rows * (-(-problem.hidden * digits // 128) * 16)
+            if _additions(problem, workspace, total, marks) <= 4 ** (digits - 1) >> more:
+                return total
+    return numbers * 4
+
+
+def _additions(problem: Problem, workspace: int, total: int, marks: bool) -> int:
+    """How many launches add to a number of dX: slices, those in the room of dW are wide, or a sample and rounds."""
+    rows, vocab, columns = problem.rows, problem.vocab, _columns(problem, workspace, total)
+    room = problem.hidden * ((problem.weight_dtype or problem.dtype).itemsize // problem.dtype.itemsize)
+    room *= problem.needs_weight and not problem.dense
+    first = slices = 0
+    while first < vocab:
+        wide = ((vocab - first) * room - 128) // (rows + room) // 256 * 256
+        first, slices = first + max(columns, wide), slices + 1
+    if not marks:
+        return slices
+    blocks, (_, vectors) = -(-rows // 128), _filter_layout(problem, workspace, total)
+    sample = -(-rows * vocab * problem.dtype.itemsize // (32 << 20) // 32)
+    return max(slices, sample + -(-int(blocks * vocab / 12) // max(vectors - 128 * blocks, 128)))
+
+
+def _columns(problem: Problem, workspace: int, total: int) -> int:
+    """Columns of a slice beside dX's sums."""
+    return min(max((workspace - total - (8 << 20)) // (problem.rows * problem.dtype.itemsize), 2048), problem.vocab)
+
+
+def _filter_layout(problem: Problem, workspace: int, total: int) -> tuple[int, int]:
+    """(bytes of the marks and lists, vectors of a round)."""
+    rows, vocab, blocks = problem.rows, problem.vocab, -(-problem.rows // 128)
+    pairs = int(blocks * vocab / 12)
+    lists = blocks * -(-vocab // 32) * 4 + -(-vocab // 128) * blocks * 40 + 4 * pairs + 8 * vocab
+    left = workspace - total - lists - 64 * rows - (3 << 20)
+    return lists, min(max(left // (128 * problem.dtype.itemsize + 4), 1 << 17, 256 * blocks), pairs + 256 * blocks)

@@ -1,11 +1,12 @@
 """Cut cross-entropy (Wijmans et al., arXiv 2411.09009): never more than one tile of logits, forward or backward.
 
-Peak memory beside the gradients: a few tiles of ``workspace_mb``, and for half inputs a float32 accumulator for dX.
-Presets carry the paper's names. A filter leaves out of the gradients the columns of a block of rows in which every
-row's ``|p - onehot|`` is below a value. ``auto`` does so where it is many times faster: with Triton on GPUs that have
-bulk copies (Hopper and later), half types, and only as long as no row would lose more than `AUTO_BOUND` of its
-probability, and all rows together an eighth of what is not their labels'; an untrained model is computed exactly.
-Triton's kernels put an unbiased estimate in place of what is left out.
+Peak memory beside the gradients: a few tiles of ``workspace_mb``, and for half inputs a float32 accumulator for dX
+(Triton's kernels keep it within the workspace, in fewer bits where it is large). Presets carry the paper's names. A
+filter leaves out of the gradients the columns of a block of rows in which every row's ``|p - onehot|`` is below a
+value. ``auto`` does so where it is many times faster: with Triton on GPUs that have bulk copies (Hopper and later),
+half types, and only as long as no row would lose more than `AUTO_BOUND` of its probability, and all rows together an
+eighth of what is not their labels'; an untrained model is computed exactly. Triton's kernels put an unbiased estimate
+in place of what is left out.
 """
 
 from __future__ import annotations

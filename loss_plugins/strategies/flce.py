@@ -30,7 +30,7 @@ from ._options import (
 )
 from ._recompute import recomputed, triton_bytes
 
-MOST_OF_FOUR = 64  # as in `kernels/triton/flce_gradients.py`
+MOST_OF_FOUR = 64  # as in `kernels/triton/sums.py`
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ TARGETS = {
     "gfx942": amd("gfx942"),
 }
 TENSOR_MEMORY = 512  # columns, Blackwell's
+FEW = 1 << 16  # a workspace that leaves no room for float32 sums of dX
 
 WIDTH, VOCAB = 512, 1000  # deep enough that every stage is in use
 EVERYTHING = {
@@ -75,6 +76,11 @@ LOSSES: list[tuple[int, torch.dtype, str, dict[str, Any], dict[str, Any], int]] 
     (300, torch.bfloat16, "cce", {"filter": "off"}, {}, WIDTH),
     (300, torch.bfloat16, "cce", {"filter": "off"}, SMOOTH, WIDTH - 4),  # rows that no bulk copy reads
     (300, torch.float16, "cce", {"filter": "off"}, {}, WIDTH),
+    # dX's sums in few bits, of slices that a product adds to them
+    *(
+        (300, dtype, "cce", {"filter": "off", "workspace_mb": 0.25}, {}, WIDTH)
+        for dtype in (torch.bfloat16, torch.float16)
+    ),
     (300, torch.bfloat16, "flce", {"workspace_mb": 1}, EVERYTHING, WIDTH),
     (300, torch.bfloat16, "flce", {}, {}, WIDTH),
     (300, torch.bfloat16, "flce", {"workspace_mb": 0.3}, {"fields": (), "softcap": 30.0, "bias": True}, WIDTH),
@@ -166,12 +172,14 @@ def other_rows(name: str) -> None:
     losses = [("cce", {"filter": "off"}), ("flce", {"workspace_mb": 0.25})]  # chunks of 128 rows, the last one of any
     for strategy, choice in losses:
         compute(512, torch.bfloat16, strategy, choice, {}, WIDTH)
-    filtered_step(512, WIDTH, torch.bfloat16)
+    for workspace in (1 << 23, FEW):
+        filtered_step(512, WIDTH, torch.bfloat16, workspace=workspace)
     print("other rows", flush=True)
     for rows in (300, 513, 777, 1000):
         for strategy, choice in losses:
             compute(rows, torch.bfloat16, strategy, choice, {}, WIDTH)
-        filtered_step(rows, WIDTH, torch.bfloat16)
+        for workspace in (1 << 23, FEW):
+            filtered_step(rows, WIDTH, torch.bfloat16, workspace=workspace)
 
 
 def compute_filtered() -> None:
@@ -181,16 +189,24 @@ def compute_filtered() -> None:
     filtered_step(300, WIDTH - 4, torch.bfloat16, full=True)
     filtered_step(300, WIDTH, torch.float16)
     filtered_step(300, WIDTH, torch.bfloat16, head=torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        filtered_step(300, WIDTH, dtype, workspace=FEW)
+    filtered_step(300, WIDTH, torch.bfloat16, head=torch.float32, workspace=FEW)
 
 
 def filtered_step(
-    rows: int, width: int, dtype: torch.dtype, full: bool = False, head: torch.dtype | None = None
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    full: bool = False,
+    head: torch.dtype | None = None,
+    workspace: int = 1 << 23,
 ) -> None:
     hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(VOCAB, width).to(head or dtype)
     loss = linear_ce(
         hidden.requires_grad_(), weight.requires_grad_(), torch.randn(VOCAB).to(dtype) if full else None,
         torch.arange(rows), torch.rand(VOCAB) if full else None, -100, 0.5 if full else 1.0, 30.0 if full else 0.0, 0.0,
-        1e-3 if full else 0.0, dtype, full, full, 2**-12, 2**-12, True, 1 << 20, "triton", "triton", 0.5,
+        1e-3 if full else 0.0, dtype, full, full, 2**-12, 2**-12, True, workspace, "triton", "triton", 0.5,
     )[0]  # fmt: skip
     loss.sum().backward()
 

@@ -19,6 +19,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "flce, chunks": ("flce", {"rows": 130}),
     "cce": ("cce", None),
     "cce, no filter": ("cce", {"filter": "off"}),
+    "cce, few bits": ("cce", {"filter": "off", "workspace_mb": 2**-10}),  # of dX's sums
 }
 """Name: strategy and options; ``rows`` of half logits are what the workspace then holds, so that a small loss has
 several chunks too. flce's kernel takes multiples of 128."""

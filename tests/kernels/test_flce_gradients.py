@@ -43,10 +43,10 @@ def test_an_untrained_model_is_rounded_once(device, chunks):
 @pytest.mark.parametrize(("digits", "margin"), [(4, 1.03), (8, 1.005)])
 def test_many_chunks_sum_as_float32_does(device, digits, margin, monkeypatch):
     """Beside one chunk of all rows: what is rounded on the way is little beside the last rounding."""
-    from loss_plugins.kernels.triton import flce_gradients
+    from loss_plugins.kernels.triton import sums
 
-    monkeypatch.setattr(flce_gradients, "MOST_OF_FOUR", 17 if digits == 4 else 16)
-    assert flce_gradients.digits_for(17) == digits
+    monkeypatch.setattr(sums, "MOST_OF_FOUR", 17 if digits == 4 else 16)
+    assert sums.digits_for(17) == digits
     given = inputs(17 * 128, 64, 300, device)
     want = oracle(given).d_weight
     whole, parts = (relative_error(step(v, given).d_weight, want) for v in ("flce", "flce, chunks"))
@@ -97,7 +97,7 @@ def test_a_number_that_is_none_stays_so_through_the_sums(device):
 
 
 def test_the_closed_form_knows_the_sums():
-    from loss_plugins.kernels.triton.flce_gradients import digits_for
+    from loss_plugins.kernels.triton.sums import digits_for
 
     problem = Problem(8192, 2304, 256_000, torch.bfloat16)
     for chunks in (2, 64, 65, 100):

@@ -16,6 +16,7 @@ from one_step import OWN, VARIANTS, Inputs, Step, assert_right, inputs, loss_of,
 from torch import Tensor
 
 from loss_plugins import linear_cross_entropy_stats
+from loss_plugins.diagnostics.memory import PeakMeter
 from loss_plugins.strategies import FIELDS
 from loss_plugins.testing import relative_error
 
@@ -227,6 +228,27 @@ def test_nothing_is_read_that_nobody_wrote(variant: str, shape: tuple[int, int, 
     out = [linear_cross_entropy_stats(given.hidden, given.weight, given.labels, strategy=VARIANTS[variant][0],
                                       fields=FIELDS)]  # fmt: skip
     assert all(torch.isfinite(value).all() for value in out[0] if value is not None)
+
+
+@pytest.mark.parametrize("trained", ["both", "hidden"])
+@pytest.mark.parametrize("options", [{}, {"filter": "off"}, {"filter": 2**-12}], ids=str)
+@pytest.mark.parametrize(("width", "vocab"), [(4096, 128_256), (2304, 256_000), (640, 262_144)], ids=str)
+def test_cce_keeps_to_its_workspace(width: int, vocab: int, options: dict[str, Any], trained: str) -> None:
+    """128 MiB beside the gradients of 8192 tokens, whatever the device decides to leave out."""
+    given = inputs(8192, width, vocab, "cuda", ignored=0)
+    leaves = [given.hidden.requires_grad_(), given.weight.requires_grad_(trained == "both")]
+
+    def run() -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy_stats(*leaves, given.labels, strategy="cce", options=options).loss
+        return torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad])
+
+    run()  # the first product takes cuBLAS's workspace, once a process
+    with PeakMeter("cuda") as meter:
+        meter.mark()
+        results = sum(gradient.nbytes for gradient in run())
+        beside = meter.read() - results
+    assert beside <= 128 << 20, f"{beside / 2**20:.1f} MiB"
+    assert beside > 100 << 20
 
 
 LARGE = {

@@ -128,14 +128,6 @@ def halves_of(b_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def add_tile(total, i_row, i_column, b_tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add a float32 tile by the copy engine, ``total`` a descriptor of half tiles; nobody else adds to it meanwhile."""
-    b_left, b_right = halves_of(b_tile, ROWS, COLUMNS)
-    total.atomic_add([i_row, i_column], b_left)
-    total.atomic_add([i_row, i_column + COLUMNS // 2], b_right)
-
-
-@triton.jit
 def log_of(b_sum, FAST: tl.constexpr):
     """``log(b_sum)``; ``FAST`` as in `exp_difference`, off by 1e-7 near 1."""
     if FAST:

@@ -1,12 +1,13 @@
 """Cut cross-entropy, backward, exact: a slice of the vocabulary at a time, three products a slice.
 
 For each slice of columns: its logits are computed again and turned into their gradient dZ, eq. (5) and (6), which is
-stored in the half type, ``N * slice * 2`` bytes; dX gets ``dZ @ W`` added in float32, eq. (7); the slice owns its rows
-of dW and writes ``dZ.T @ X`` once, eq. (8). No atomics, so the result is the same every time. Ignored rows are sorted
-to the end: their blocks return at once, and the sum over rows of eq. (8) stops before them. dZ is scaled by a power of
-two that brings the largest coefficient near 1, so that float16 does not lose small ones. Peak beside the results: a
-slice, dX in float32, and a copy of the rows, ``N * H``. Most slices take no room: dZ lies in those rows of dW that are
-written last.
+stored in the half type, ``N * slice * 2`` bytes; dX gets ``dZ @ W`` added, eq. (7); the slice owns its rows of dW and
+writes ``dZ.T @ X`` once, eq. (8). No atomics, so the result is the same every time. Ignored rows are sorted to the end:
+their blocks return at once, and the sum over rows of eq. (8) stops before them. dZ is scaled by a power of two that
+brings the largest coefficient near 1, so that float16 does not lose small ones. Peak beside the results: a slice and
+the sums of dX, in float32 or, where that would take more than five eighths of the workspace, in 20 or 24 bits (see
+`sums.py`); a copy of the rows, ``N * H``, stands where dX will be. Most slices take no room: dZ lies in those rows of
+dW that are written last.
 
 With a filter, `filtered.py` computes what it leaves out nothing of, and the slices here whatever it does not: dX or dW
 that is not filtered, or both, where the device finds that too much would be lost.
@@ -17,6 +18,7 @@ Letters: N rows, H hidden width, V vocabulary, C columns of a slice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,10 +48,11 @@ from ._common import (
     transform,
 )
 from .filtered import Seen, add_filtered
-from .marks import MARKED_ROWS, listed, most_pairs
+from .marks import MARKED_ROWS, listed, listed_bytes, most_pairs, rounds_for
 from .product import add_product, products, store_product
-from .rows import counted_first, packed_rows, unpacked_rows
-from .sampled import add_sample
+from .rows import counted_first, packed_rows
+from .sampled import add_sample, sample_slices
+from .sums import RowSums, row_digits, sum_bytes
 
 LEAST_VECTORS = 1 << 17  # 32 MiB, so that rounds are few
 _compiled: set[tuple[Any, ...]] = set()  # problems whose slices have all been launched
@@ -163,7 +166,7 @@ def linear_ce_backward(
     Without ``marks`` nothing is left out. With them, dX and dW are filtered if their filter is above 0, unless db is
     needed or labels are smoothed, which pull on every column.
     """
-    (rows, width), vocab = hidden.shape, weight.shape[0]
+    width, vocab = hidden.shape[1], weight.shape[0]
     order, place, count = counted_first(labels, ignore_index)
     valid = labels != ignore_index
     given = [grad, *(g for g in (grad_nll, grad_lse) if g is not None)]
@@ -173,30 +176,35 @@ def linear_ce_backward(
         grad / unit, lse, labels, valid, class_weight, label_smoothing, z_loss, vocab, *others
     )
     packed = packed_rows(hidden, order, count, dtype)
-    d_hidden = torch.zeros(rows if need_hidden else 0, width, dtype=torch.float32, device=hidden.device)
+    marked = marks is not None and len(marks) > 0 and not need_bias and not label_smoothing
+    filters = marked and filter_hidden > 0, marked and filter_weight > 0
+    slices = _Slices.of(
+        packed, weight, need_weight and not need_bias and not (need_hidden and filters == (False, True))
+    )
+    d_hidden = _row_sums(packed, weight, hidden.dtype, slices, filters[0], tile_bytes) if need_hidden else None
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else weight.new_empty(0)
     d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
     row_data = [labels[order], lse[order], *(c[order] for c in coefficients)]
     whole_hidden, whole_weight = count, count  # how many rows the slices take into dX, dW
     seen = None
-    if marks is not None and len(marks) and not need_bias and not label_smoothing:
+    if marked:
+        assert marks is not None
         everything, seen = _filtered(
-            packed, weight, bias, row_data, count, unit, scale, softcap, marks,
-            d_hidden if need_hidden and filter_hidden else None, d_weight if need_weight and filter_weight else None,
-            tile_bytes,
+            packed, weight, bias, row_data, count, unit, scale, softcap, marks, d_hidden if filters[0] else None,
+            d_weight if need_weight and filters[1] else None, tile_bytes,
         )  # fmt: skip
-        whole_hidden = count * everything if filter_hidden else count
-        whole_weight = count * everything if filter_weight else count
-        if (need_hidden and not filter_hidden) or (need_weight and not filter_weight):
+        whole_hidden = count * everything if filters[0] else count
+        whole_weight = count * everything if filters[1] else count
+        if (need_hidden and not filters[0]) or (need_weight and not filters[1]):
             seen = None  # the slices have work of their own
     _add_slices(
         packed, weight, bias, class_weight, row_data, (count, whole_hidden, whole_weight), unit, scale, softcap,
-        label_smoothing > 0, d_hidden if need_hidden else None, d_weight if need_weight else None,
-        d_bias if need_bias else None, tile_bytes, seen,
+        label_smoothing > 0, d_hidden, d_weight if need_weight else None, d_bias if need_bias else None, tile_bytes,
+        seen, slices,
     )  # fmt: skip
     del packed  # before dX is rounded, which takes room of its own
-    d_hidden = unpacked_rows(d_hidden, place, unit, hidden.dtype) if need_hidden else hidden.new_empty(0, width)
-    return d_hidden, d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
+    rounded = hidden.new_empty(0, width) if d_hidden is None else d_hidden.rounded(place, unit, hidden.dtype)
+    return rounded, d_weight, d_bias if bias is None else d_bias.to(bias.dtype)
 
 
 def _filtered(
@@ -209,16 +217,14 @@ def _filtered(
     scale: float,
     softcap: float,
     marks: Tensor,
-    d_hidden: Tensor | None,
+    d_hidden: RowSums | None,
     d_weight: Tensor | None,
     workspace: int,
 ) -> tuple[Tensor, Seen]:
     """Add what the marks keep; () bool, whether nothing was added because everything must be computed."""
-    blocks, vocab = len(marks), weight.shape[0]
-    # dX in float32, a copy of the rows instead of dX, and the lists, about a byte for each block and column
-    left = workspace - packed.numel() * 4 - blocks * vocab
-    capacity = max(left // (MARKED_ROWS * packed.element_size()), LEAST_VECTORS, 256 * blocks)
-    capacity = min(capacity, most_pairs(blocks, vocab) + 256 * blocks)
+    vocab = weight.shape[0]
+    beside = 0 if d_hidden is None else sum_bytes(len(packed), packed.shape[1], d_hidden.digits)
+    capacity = _capacity(len(packed), vocab, packed.element_size(), beside, workspace)
     lists = listed(marks, vocab, capacity, d_weight is not None)
     seen = Seen(lists)
     some = count * ~lists.everything
@@ -241,29 +247,23 @@ def _add_slices(
     scale: float,
     softcap: float,
     smoothing: bool,
-    d_hidden: Tensor | None,  # (N, H) float32, to which dX / unit is added
+    d_hidden: RowSums | None,  # to which dX / unit is added
     d_weight: Tensor | None,  # (V, H), where dW is stored unless no row goes there
     d_bias: Tensor | None,  # (V,) float32
     workspace: int,
     seen: Seen | None,  # what may say on the way that no row goes anywhere
+    slices: _Slices,
 ) -> None:
     """The gradients of all columns, a slice at a time."""
     count, whole_hidden, whole_weight = counts
     (rows, width), vocab, dtype, device = packed.shape, weight.shape[0], packed.dtype, packed.device
-    readable = can_cast(packed, weight, dtype) or can_tma(packed, weight, dtype)
-    # a narrow head's tile spends its time behind the product, where the forward's shape fits the registers
-    narrow = readable and width <= 1024
-    blocks = blocks_for(rows, dtype, readable, kernel="linear_ce" if narrow else "dz", device=device)
-    columns = _slice_columns(rows, width, vocab, d_hidden is not None, dtype, blocks, workspace)
+    blocks = slices.blocks
+    columns = slices.columns(0 if d_hidden is None else sum_bytes(rows, width, d_hidden.digits), workspace)
     height = triton.cdiv(rows, blocks.n)
     bias_parts = torch.zeros(height if d_bias is not None else 0, columns, dtype=torch.float32, device=device)
     # zeros: rows that do not count are never written
     own = torch.zeros(rows, columns, dtype=dtype, device=device)
     kept = whole_weight is not counts[0]
-    # a dW that stays as it is has no room while dX is computed
-    spare = d_weight if d_bias is None and blocks.tma and not INTERPRETED else None
-    if kept and d_hidden is not None and whole_hidden is counts[0]:
-        spare = None
     labels, lse, coef_p, coef_label, coef_weight = row_data
     if d_bias is None:
         # rows that go nowhere are not computed
@@ -274,9 +274,10 @@ def _add_slices(
     group = max(1, min(cached_rows(device, width * packed.element_size()) // 2 // blocks.n, height))
     readable_rows = descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed
     # once to the end: kernels are compiled by their first launch, and a step in the middle of training should not wait
-    problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, d_hidden is None, d_weight is None)
+    digits = None if d_hidden is None else d_hidden.digits
+    problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, digits, d_weight is None)
     launch_dz, launch_product = Launches(_dz_kernel), products()
-    for first, wide, dz in _slices(rows, columns, vocab, blocks.v, own, spare):
+    for first, wide, dz in slices.rooms(own, d_weight):
         if seen is not None and problem in _compiled and seen.nothing_else():
             break
         grid = min(programs, height * triton.cdiv(wide, blocks.v))
@@ -312,33 +313,84 @@ def _add_slices(
     _compiled.add(problem)
 
 
-def _slices(
-    rows: int, columns: int, vocab: int, step: int, own: Tensor, spare: Tensor | None
-) -> Iterator[tuple[int, int, Tensor]]:
-    """(first column, columns, (N, C) room for dZ): in the rows of dW behind the slice while they hold more than the
-    workspace does, then there."""
-    first, room = 0, None
-    if spare is not None and spare.element_size() >= own.element_size():  # a float32 dW holds twice as many numbers
-        room = spare.view(-1).view(own.dtype)
-    while first < vocab:
-        wide, dz = min(columns, vocab - first), own
-        if room is not None:
-            width = len(room) // vocab
-            most = ((vocab - first) * width - 128) // (rows + width) // step * step
-            if most >= columns:
-                begin = triton.cdiv((first + most) * width, 128) * 128
-                wide, dz = most, room[begin : begin + rows * most].view(rows, most)
-        yield first, wide, dz
-        first += wide
+def _capacity(rows: int, vocab: int, itemsize: int, beside: int, workspace: int) -> int:
+    """Vectors of a round: what the workspace leaves beside dX's sums, the lists, some numbers of each row, and what an
+    allocator rounds up."""
+    blocks = triton.cdiv(rows, MARKED_ROWS)
+    left = workspace - beside - listed_bytes(blocks, vocab) - 64 * rows - (3 << 20)
+    vector = MARKED_ROWS * itemsize + 4  # with its part of a chunk's sums
+    most = most_pairs(blocks, vocab) + 256 * blocks
+    return min(max(left // vector, LEAST_VECTORS, 256 * blocks), most)
 
 
-def _slice_columns(
-    rows: int, width: int, vocab: int, need_hidden: bool, dtype: torch.dtype, blocks: Blocks, workspace: int
-) -> int:
-    """Columns of a slice: what the workspace leaves beside dX in float32, but no fewer than keep the products large."""
-    left = workspace - (rows * width * 4 if need_hidden else 0) - (8 << 20)
-    columns = max(left // (rows * dtype.itemsize), 2048) // blocks.v * blocks.v
-    return min(max(columns, blocks.v), triton.cdiv(vocab, blocks.v) * blocks.v)
+def _row_sums(
+    packed: Tensor, weight: Tensor, dtype: torch.dtype, slices: _Slices, filtered: bool, workspace: int
+) -> RowSums:
+    """Zeros, to which dX of ``dtype`` is added."""
+    (rows, width), vocab = packed.shape, weight.shape[0]
+
+    def additions(digits: int) -> int:
+        """How many launches at most add to a number."""
+        beside = sum_bytes(rows, width, digits)
+        most = len(list(slices.cuts(slices.columns(beside, workspace))))
+        if filtered:  # either this or all slices
+            capacity = _capacity(rows, vocab, packed.element_size(), beside, workspace)
+            rounds = rounds_for(triton.cdiv(rows, MARKED_ROWS), vocab, capacity)
+            most = max(most, sample_slices(packed, weight) + rounds)
+        return most
+
+    return RowSums(rows, width, row_digits(packed, weight, dtype, workspace, additions), packed.device)
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """How the vocabulary is cut."""
+
+    rows: int
+    vocab: int
+    itemsize: int
+    blocks: Blocks
+    room: int  # numbers of dZ that fit a row of dW, 0 where none may lie there
+
+    @classmethod
+    def of(cls, packed: Tensor, weight: Tensor, use_room: bool) -> _Slices:
+        """``use_room``: dW has room while dX is computed."""
+        (rows, width), dtype = packed.shape, packed.dtype
+        readable = can_cast(packed, weight, dtype) or can_tma(packed, weight, dtype)
+        # a narrow head's tile spends its time behind the product, where the forward's shape fits the registers
+        kernel = "linear_ce" if readable and width <= 1024 else "dz"
+        blocks = blocks_for(rows, dtype, readable, kernel=kernel, device=packed.device)
+        # a float32 dW holds twice as many numbers
+        room = width * (weight.element_size() // dtype.itemsize) if use_room and blocks.tma and not INTERPRETED else 0
+        return cls(rows, weight.shape[0], dtype.itemsize, blocks, room)
+
+    def columns(self, beside: int, workspace: int) -> int:
+        """Columns of a slice: what the workspace leaves beside dX's sums, but no fewer than keep the products large."""
+        step = self.blocks.v
+        left = workspace - beside - (8 << 20)
+        columns = max(left // (self.rows * self.itemsize), 2048) // step * step
+        return min(max(columns, step), triton.cdiv(self.vocab, step) * step)
+
+    def cuts(self, columns: int) -> Iterator[tuple[int, int, int | None]]:
+        """(first column, columns, where its dZ begins in dW, None: nowhere): in the rows behind the slice while they
+        hold more than ``columns``."""
+        first = 0
+        while first < self.vocab:
+            wide, begin = min(columns, self.vocab - first), None
+            most = ((self.vocab - first) * self.room - 128) // (self.rows + self.room) // self.blocks.v * self.blocks.v
+            if self.room and most >= columns:
+                wide, begin = most, triton.cdiv((first + most) * self.room, 128) * 128
+            yield first, wide, begin
+            first += wide
+
+    def rooms(self, own: Tensor, d_weight: Tensor | None) -> Iterator[tuple[int, int, Tensor]]:
+        """(first column, columns, (N, C) room for dZ), which is ``own`` where dW has none."""
+        for first, wide, begin in self.cuts(own.shape[1]):
+            dz = own
+            if begin is not None:
+                assert d_weight is not None
+                dz = d_weight.view(-1).view(own.dtype)[begin : begin + self.rows * wide].view(self.rows, wide)
+            yield first, wide, dz
 
 
 def _power_of_two(largest: Tensor) -> Tensor:

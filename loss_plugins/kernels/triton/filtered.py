@@ -25,7 +25,6 @@ from torch import Tensor
 from ._common import (
     INTERPRETED,
     Launches,
-    add_tile,
     before_transform,
     blocks_for,
     compute_dtype,
@@ -42,6 +41,7 @@ from ._common import (
     transform,
 )
 from .marks import MARKED_ROWS, Lists, place_of, place_words
+from .sums import RowSums, add_tile
 
 
 @triton.jit(do_not_specialize=["blocks", "i_round", "R"])
@@ -121,7 +121,8 @@ def _dx_kernel(
     chunks,  # (B + 1, R) int64
     dz,  # (vectors, 128) descriptor or pointer, numbers everywhere
     sums,  # (chunks, 128) float32
-    total,  # (N, H) float32, descriptor of half tiles or pointer
+    total,  # (N, H) descriptor of half tiles, or pointer to float32
+    low,  # see `RowSums`
     i_round,
     R,
     weight_row,
@@ -133,6 +134,7 @@ def _dx_kernel(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    DIGITS: tl.constexpr,
 ):
     """``dZ @ W`` over a block's columns, and what is missing to the row's sum on the mean row of W."""
     i_b = tl.program_id(0).to(tl.int64)
@@ -170,7 +172,8 @@ def _dx_kernel(
         b_missing += tl.where(tl.load(everything), 0.0, b_whole)
     b_out += (b_missing * scale)[:, None] * tl.load(mean + o_h, mask=m_h, other=0.0)[None, :]
     if TMA:
-        add_tile(total, (i_b * 128).to(tl.int32), tl.program_id(1) * BLOCK_H, b_out, 128, BLOCK_H)
+        i_row = (i_b * 128).to(tl.int32)
+        add_tile(total, low, i_row, tl.program_id(1) * BLOCK_H, b_out, 128, BLOCK_H, DIGITS)
     else:
         p_out = total + o_n[:, None] * H + o_h[None, :]
         m_out = m_n[:, None] & m_h[None, :]
@@ -259,7 +262,7 @@ def add_filtered(
     seen: Seen,
     capacity: int,  # vectors of a round
     taken: Tensor,  # (N,) float32, what a sample has of the sum over what is left out of each row
-    d_hidden: Tensor | None,  # (N, H) float32, to which dX / unit is added
+    d_hidden: RowSums | None,  # to which dX / unit is added
     d_weight: Tensor | None,  # (V, H), to which dW is added
 ) -> None:
     """The gradients from the pairs of ``lists``; nothing if ``lists.everything``."""
@@ -267,7 +270,9 @@ def add_filtered(
     weight = gathered(weight, packed.dtype)
     (rows, width), blocks = packed.shape, lists.lists.shape[0]
     bulk = has_bulk_copies(packed.device) and is_bulk_readable(packed)
-    add_bulk = bulk and not INTERPRETED  # the interpreter's copies cannot add
+    few = d_hidden is not None and d_hidden.digits > 0
+    add_bulk = bulk and (few or not INTERPRETED)  # the interpreter's copies cannot add
+    assert add_bulk or not few
     dx = blocks_for(rows, packed.dtype, add_bulk, kernel="filtered_dx", device=packed.device)
     dw = blocks_for(rows, packed.dtype, bulk, kernel="filtered_dw", device=packed.device)
     # numbers everywhere: a bulk copy reads past the vectors of a block
@@ -279,7 +284,8 @@ def add_filtered(
     programs = processors(packed.device) * 2
     launch_vectors, launch_dx, launch_dw = Launches(_vectors_kernel), Launches(_dx_kernel), Launches(_dw_kernel)
     dz_rows = descriptor(dz, [dx.h, MARKED_ROWS]) if add_bulk else dz
-    total = descriptor(d_hidden, [MARKED_ROWS, dx.v // 2]) if add_bulk and d_hidden is not None else d_hidden
+    if d_hidden is not None:
+        totals = d_hidden.tiles(MARKED_ROWS, dx.v) if add_bulk else (d_hidden.total, d_hidden.total)
     readable_rows = descriptor(packed, [dw.h, dw.v]) if bulk else packed
     for i_round in range(lists.rounds):
         if i_round > 0 and seen.rounds() <= i_round:
@@ -298,9 +304,9 @@ def add_filtered(
                 launch_dx(
                     None, (blocks, triton.cdiv(width, dx.v)), weight, mean, coef_p, coef_label, count,
                     lists.everything, taken, lists.columns, lists.lists, lists.vectors, lists.sizes, lists.chunks,
-                    dz_rows, sums, total, i_round, lists.rounds, weight.stride(0), weight.stride(1), float(scale),
-                    H=width, TMA=add_bulk,
-                    BLOCK_H=dx.v, BLOCK_K=dx.h, num_warps=dx.warps, num_stages=dx.stages, **common,
+                    dz_rows, sums, *totals, i_round, lists.rounds, weight.stride(0), weight.stride(1), float(scale),
+                    H=width, TMA=add_bulk, DIGITS=d_hidden.digits, BLOCK_H=dx.v, BLOCK_K=dx.h, num_warps=dx.warps,
+                    num_stages=dx.stages, **common,
                 )  # fmt: skip
             if d_weight is not None:
                 launch_dw(

@@ -31,26 +31,7 @@ from ._common import (
     processors,
 )
 from .product import fitting
-
-MOST_OF_FOUR = 64
-"""Chunks up to which four more bits are enough. A sum is off by a 16th of what its last rounding to bfloat16 costs, and
-the errors of many grow with the root of a third of them, since the first sums are small: at 64, less than a third."""
-
-
-@triton.jit
-def joined(b_high, b_low, DIGITS: tl.constexpr):
-    """The float32 number of its upper 16 bits and the next few."""
-    b_bits = (b_high.to(tl.int32) << 16) | (b_low << (16 - DIGITS))
-    return b_bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def parted(b_number, DIGITS: tl.constexpr):
-    """(upper 16 bits, the next few) of a float32 number, rounded to the nearest."""
-    b_bits = b_number.to(tl.int32, bitcast=True)
-    m_finite = (b_bits & 0x7F800000) != 0x7F800000  # rounding would carry a NaN into a number
-    b_bits = tl.where(m_finite, b_bits + (1 << (15 - DIGITS)), b_bits)
-    return (b_bits >> 16).to(tl.int16), (b_bits >> (16 - DIGITS)) & ((1 << DIGITS) - 1)
+from .sums import digits_for, joined, parted
 
 
 @triton.jit(do_not_specialize=["n", "V", "programs"])
@@ -171,11 +152,6 @@ class HeadGradient:
                 LAST=self.done == self.chunks - 1, num_warps=b.warps, num_stages=b.stages,
             )  # fmt: skip
         self.done += 1
-
-
-def digits_for(chunks: int) -> int:
-    """Bits that a sum over so many chunks keeps behind bfloat16's."""
-    return 4 if chunks <= MOST_OF_FOUR else 8
 
 
 @triton.jit(do_not_specialize=["n"])

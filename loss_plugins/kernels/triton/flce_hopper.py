@@ -87,7 +87,7 @@ def _parts_of(acc, TALL: gl.constexpr, WIDE: gl.constexpr):
 @gluon.jit
 def _added(b_sum, b_high, b_low, up):
     """``b_sum`` plus the number whose upper 16 bits are ``b_high`` and whose next four are those of ``b_low`` that lie
-    ``up`` below the top: `flce_gradients.joined` of two numbers at a time, which is a third of the instructions."""
+    ``up`` below the top: `sums.joined` of two numbers at a time, which is a third of the instructions."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -115,7 +115,7 @@ def _added(b_sum, b_high, b_low, up):
 def _rounded(b_sum, b_low, up):
     """(upper 16 bits, ``b_low`` with the next four ``up`` below the top) of float32 numbers, rounded to the nearest.
 
-    `flce_gradients.parted` of two numbers at a time. The one NaN that the device makes, all ones but for the sign, is
+    `sums.parted` of two numbers at a time. The one NaN that the device makes, all ones but for the sign, is
     kept from being carried into a number.
     """
     return gl.inline_asm_elementwise(

@@ -296,6 +296,23 @@ def most_pairs(blocks: int, vocab: int) -> int:
     return int(blocks * vocab * MOST_PAIRS)
 
 
+def rounds_for(blocks: int, vocab: int, capacity: int) -> int:
+    """How many rounds of at most ``capacity`` pairs all that are listed take."""
+    return triton.cdiv(most_pairs(blocks, vocab), _share(blocks, capacity))
+
+
+def _share(blocks: int, capacity: int) -> int:
+    """A round takes the tiles that begin inside its share, so the last one may exceed it by its own pairs."""
+    return max(capacity - 128 * blocks, 128)
+
+
+def listed_bytes(blocks: int, vocab: int) -> int:
+    """What the marks and `Lists` take: a bit and, for all that may be listed, about three quarters of a byte for each
+    column and block, and the order of the columns."""
+    tiles = triton.cdiv(vocab, 128)
+    return blocks * triton.cdiv(vocab, 32) * 4 + tiles * blocks * 40 + 4 * most_pairs(blocks, vocab) + 8 * vocab
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def _order_kernel(
     words,  # (blocks, W) int32
@@ -460,9 +477,8 @@ def listed(words: Tensor, vocab: int, capacity: int, ordered: bool) -> Lists:
     """
     blocks, device = words.shape[0], words.device
     tiles, most = triton.cdiv(vocab, 128), most_pairs(blocks, vocab)
-    # a round takes the tiles that begin inside its share, so the last one may exceed it by its own pairs
-    share = max(capacity - 128 * blocks, 128)
-    rounds = triton.cdiv(most, share)
+    share = _share(blocks, capacity)
+    rounds = rounds_for(blocks, vocab, capacity)
     keys = torch.empty(vocab, dtype=torch.int32, device=device)
     with on(device):
         _order_kernel[(triton.cdiv(vocab, 256),)](words, keys, blocks, vocab, words.shape[1], BLOCK=256, num_warps=4)

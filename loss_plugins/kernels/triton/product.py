@@ -21,7 +21,6 @@ from ._common import (
     INTERPRETED,
     Blocks,
     Launches,
-    add_tile,
     blocks_for,
     compute_dtype,
     descriptor,
@@ -32,13 +31,15 @@ from ._common import (
     on,
     processors,
 )
+from .sums import RowSums, add_tile
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "programs"])
 def _product_kernel(
     left,  # (M, K) descriptor with ADD, else (K, M)
     right,  # (K, N) descriptor
-    out,  # (M, N) descriptor, float32 with half tiles: (BLOCK_M, BLOCK_N / 2)
+    out,  # (M, N) descriptor, with ADD or float32 of half tiles: (BLOCK_M, BLOCK_N / 2)
+    low,  # with ADD, see `RowSums`
     count,  # () int64
     factor,  # () float32
     M,
@@ -52,6 +53,7 @@ def _product_kernel(
     ADD: tl.constexpr,  # then the rows M, else the sum over K, end at count
     HALVES: tl.constexpr,
     IF_ANY: tl.constexpr,  # leave the result as it is if there are no rows
+    DIGITS: tl.constexpr,  # of the sums
 ):
     """``left @ right`` added to ``out``, or ``left.T @ right * factor`` stored there; one program owns a tile."""
     n = tl.load(count).to(tl.int32)
@@ -75,7 +77,7 @@ def _product_kernel(
             else:
                 b_out = tl.dot(left.load([i_k, i_m]).to(DTYPE).T, b_right, b_out)
         if ADD:
-            add_tile(out, i_m, i_n, b_out, BLOCK_M, BLOCK_N)
+            add_tile(out, low, i_m, i_n, b_out, BLOCK_M, BLOCK_N, DIGITS)
         else:
             b_out *= tl.load(factor)
             if HALVES:
@@ -91,17 +93,18 @@ def products() -> Launches:
     return Launches(_product_kernel)
 
 
-def add_product(left: Tensor, right: Tensor, total: Tensor, count: Tensor, if_any: bool, launches: Launches) -> None:
-    """``total += left @ right``, ``total`` float32; rows of ``left`` end at ``count``.
+def add_product(left: Tensor, right: Tensor, sums: RowSums, count: Tensor, if_any: bool, launches: Launches) -> None:
+    """``sums += left @ right``; rows of ``left`` end at ``count``.
 
     ``if_any`` adds nothing where there are none, though ``left`` has numbers in them.
     """
     # the interpreter's copies cannot add
-    if not INTERPRETED and _bulk(left, right, total):
-        _launch(left, right, total, count, count, False, launches, add=True)
+    if sums.digits or (not INTERPRETED and _bulk(left, right, sums.total)):
+        assert _bulk(left, right, sums.total)
+        _launch(left, right, sums.total, count, count, False, launches, sums)
         return
     product = library_product(left, right, transposed=False)
-    total += torch.where(count > 0, product, 0.0) if if_any else product
+    sums.total += torch.where(count > 0, product, 0.0) if if_any else product
 
 
 def store_product(
@@ -118,7 +121,7 @@ def store_product(
     ``if_any`` leaves ``out`` as it is where there are none, instead of zeros.
     """
     if _bulk(left, right, out):
-        _launch(left, right, out, count, factor, if_any, launches, add=False)
+        _launch(left, right, out, count, factor, if_any, launches, None)
         return
     product = library_product(left, right, transposed=True) * factor
     out.copy_(torch.where(count > 0, product, out) if if_any else product)
@@ -129,22 +132,32 @@ def _bulk(left: Tensor, right: Tensor, out: Tensor) -> bool:
 
 
 def _launch(
-    left: Tensor, right: Tensor, out: Tensor, count: Tensor, factor: Tensor, if_any: bool, launches: Launches, add: bool
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    count: Tensor,
+    factor: Tensor,
+    if_any: bool,
+    launches: Launches,
+    sums: RowSums | None,  # of which ``out`` is; then it is added to
 ) -> None:
-    (rows, width), depth = out.shape, right.shape[0]
+    (rows, width), depth, add = out.shape, right.shape[0], sums is not None
     slots = processors(out.device)
     whole = blocks_for(rows, left.dtype, True, kernel="product_add" if add else "product_store", device=out.device)
     half = replace(whole, v=whole.v // 2, warps=max(whole.warps // 2, 4), stages=whole.stages + 1)
     blocks = fitting(whole, half, rows, width, slots)
     m, n, k = blocks.n, blocks.v, blocks.h
     grid = min(slots, -(-rows // m) * -(-width // n))
-    halves = out.dtype.itemsize == 4
+    halves, digits = out.dtype.itemsize == 4, 0 if sums is None else sums.digits
+    total = low = descriptor(out, [m, n // 2 if halves else n])
+    if sums is not None:
+        total, low = sums.tiles(m, n)
     with on(out.device):
         launches(
-            (blocks, add, halves, if_any), (grid,), descriptor(left, [m, k] if add else [k, m]),
-            descriptor(right, [k, n]), descriptor(out, [m, n // 2 if halves else n]), count, factor, rows, width, depth,
-            grid, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, DTYPE=compute_dtype(left.dtype), ADD=add, HALVES=halves,
-            IF_ANY=if_any, num_warps=blocks.warps, num_stages=blocks.stages,
+            (blocks, add, halves, if_any, digits), (grid,), descriptor(left, [m, k] if add else [k, m]),
+            descriptor(right, [k, n]), total, low, count, factor, rows, width, depth, grid, BLOCK_M=m, BLOCK_N=n,
+            BLOCK_K=k, DTYPE=compute_dtype(left.dtype), ADD=add, HALVES=halves, IF_ANY=if_any, DIGITS=digits,
+            num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ._common import (
     INTERPRETED,
-    add_tile,
     before_transform,
     blocks_for,
     compute_dtype,
@@ -40,6 +39,7 @@ from ._common import (
     weighted_probabilities,
 )
 from .marks import MARKED_ROWS
+from .sums import RowSums, add_tile
 
 APART, LEAST_APART = 32, 8
 """Of how many columns a block takes one; fewer where there are so few blocks that a column would often have none."""
@@ -140,7 +140,8 @@ def _sample_dx_kernel(
     dz,  # (N, O * tiles * BLOCK_V) descriptor or pointer
     shift,  # () int64
     count,  # () int64
-    total,  # (N, H) float32, descriptor of half tiles or pointer
+    total,  # (N, H) descriptor of half tiles, or pointer to float32
+    low,  # see `RowSums`
     N,
     first,
     C,
@@ -155,6 +156,7 @@ def _sample_dx_kernel(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    DIGITS: tl.constexpr,
 ):
     """``dZ @ W`` over a block's share of the columns, added; nobody else adds to this tile meanwhile."""
     OWN: tl.constexpr = 32 // APART
@@ -184,8 +186,8 @@ def _sample_dx_kernel(
             p_w = weight + o_v[:, None] * weight_row + o_h[None, :] * weight_col
             b_w = tl.load(p_w, mask=(i_c + o_k < C)[:, None] & m_h[None, :], other=0.0)
         b_out = tl.dot(b_dz.to(DTYPE), b_w.to(DTYPE), b_out, input_precision=PRECISION)
-    if TMA:
-        add_tile(total, i_b * 128, i_h, b_out, 128, BLOCK_H)
+    if TMA or DIGITS > 0:
+        add_tile(total, low, i_b * 128, i_h, b_out, 128, BLOCK_H, DIGITS)
     else:
         p_out = total + o_n.to(tl.int64)[:, None] * H + o_h[None, :]
         m_out = m_n[:, None] & m_h[None, :]
@@ -267,7 +269,7 @@ def add_sample(
     scale: float,
     softcap: float,
     words: Tensor,  # (blocks, ceil(V / 32)) int32, the marks
-    d_hidden: Tensor | None,  # (N, H) float32, to which dX / unit is added
+    d_hidden: RowSums | None,  # to which dX / unit is added
     d_weight: Tensor | None,  # (V, H), where dW is stored, zeros if no row counts
 ) -> Tensor:
     """Estimate what the marks leave out. Returns (N,) float32, how much of each row's sum over eq. (5) that is."""
@@ -277,8 +279,7 @@ def add_sample(
     labels, lse, coef_p = row_data
     shift = labels.sum() % apart
     weight = gathered(weight, packed.dtype)
-    bulk = has_bulk_copies(packed.device) and weight.dtype == packed.dtype and weight.is_contiguous()
-    bulk = bulk and is_bulk_readable(packed) and is_bulk_readable(weight)
+    bulk = _is_bulk(packed, weight)
     sizes = max(rows, 2 * MARKED_ROWS), packed.dtype, bulk
     blocks = blocks_for(*sizes, kernel="dz", device=packed.device)
     # dW: few products and much to store, so that two programs share a processor
@@ -289,8 +290,7 @@ def add_sample(
         "PRECISION": precision(packed, packed.dtype),
     }  # fmt: skip
     launch = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-    most = max(SAMPLE_BYTES // (rows * own * packed.element_size() * block), 1) * block  # words of a slice
-    most = min(most, max(triton.cdiv(whole, block), 1) * block)
+    most = _slice_words(rows, own, whole, packed.element_size(), block)
     dz = packed.new_empty(rows, own * most)
     taken = torch.zeros(rows, dtype=torch.float32, device=packed.device)
     as_words = weight[: whole * 32].view(whole, 32 * width) if bulk else weight
@@ -315,13 +315,14 @@ def add_sample(
                 **common, **launch,
             )  # fmt: skip
             if d_hidden is not None:
-                add_bulk = bulk and not INTERPRETED  # the interpreter's copies cannot add
+                few = d_hidden.digits > 0
+                add_bulk = bulk and (few or not INTERPRETED)  # the interpreter's copies cannot add
+                total = d_hidden.tiles(MARKED_ROWS, block) if add_bulk or few else (d_hidden.total, d_hidden.total)
                 _sample_dx_kernel[(height, strips)](
                     descriptor(as_words, [depth, block]) if add_bulk else weight,
-                    descriptor(part, [MARKED_ROWS, depth]) if add_bulk else part, shift, count,
-                    descriptor(d_hidden, [MARKED_ROWS, block // 2]) if add_bulk else d_hidden, rows, first, wide, tiles,
-                    weight.stride(0), weight.stride(1), BLOCK_H=block, BLOCK_K=depth, TMA=add_bulk, **common,
-                    **launch,
+                    descriptor(part, [MARKED_ROWS, depth]) if add_bulk else part, shift, count, *total, rows, first,
+                    wide, tiles, weight.stride(0), weight.stride(1), BLOCK_H=block, BLOCK_K=depth, TMA=add_bulk,
+                    DIGITS=d_hidden.digits, **common, **launch,
                 )  # fmt: skip
             if d_weight is not None:
                 _sample_dw_kernel[(32 * tiles * (block // 128) * triton.cdiv(width, small.v),)](
@@ -335,6 +336,26 @@ def add_sample(
     if d_weight is not None:
         d_weight[whole * 32 :].zero_()
     return taken
+
+
+def sample_slices(packed: Tensor, weight: Tensor) -> int:
+    """How many slices a sample has, each of which adds to dX."""
+    rows, whole = len(packed), weight.shape[0] // 32
+    sizes = max(rows, 2 * MARKED_ROWS), packed.dtype, _is_bulk(packed, weight)
+    own = 32 // columns_apart(triton.cdiv(rows, MARKED_ROWS))
+    block = blocks_for(*sizes, kernel="dz", device=packed.device).v
+    return triton.cdiv(whole, _slice_words(rows, own, whole, packed.element_size(), block))
+
+
+def _is_bulk(packed: Tensor, weight: Tensor) -> bool:
+    same = weight.dtype == packed.dtype and weight.is_contiguous()
+    return has_bulk_copies(packed.device) and same and is_bulk_readable(packed) and is_bulk_readable(weight)
+
+
+def _slice_words(rows: int, own: int, whole: int, itemsize: int, block: int) -> int:
+    """Words of a slice whose dZ takes `SAMPLE_BYTES`, in tiles of ``block``."""
+    most = max(SAMPLE_BYTES // (rows * own * itemsize * block), 1) * block
+    return min(most, max(triton.cdiv(whole, block), 1) * block)
 
 
 def columns_apart(blocks: int) -> int:
