@@ -46,8 +46,8 @@ def triton_bytes(problem: Problem, workspace: int, marks: bool = False) -> int:
     total = _sum_bytes(problem, workspace, marks)
     columns = _columns(problem, workspace, total)
     work = rows * columns * size  # a slice of dZ; further ones lie in dW
-    if problem.weight_dtype not in (None, problem.dtype):
-        work += columns * problem.hidden * size  # its part of the head, cast
+    if _is_cast(problem):  # the first slice is the widest
+        work += max(columns, _in_room(problem, problem.vocab)) * problem.hidden * size
     if marks:
         lists, vectors = _filter_layout(problem, workspace, total)
         work = max(work, lists + vectors * (128 * size + 4))
@@ -74,12 +74,9 @@ def _sum_bytes(problem: Problem, workspace: int, marks: bool) -> int:
 def _additions(problem: Problem, workspace: int, total: int, marks: bool) -> int:
     """How many launches add to a number of dX: slices, those in the room of dW are wide, or a sample and rounds."""
     rows, vocab, columns = problem.rows, problem.vocab, _columns(problem, workspace, total)
-    room = problem.hidden * ((problem.weight_dtype or problem.dtype).itemsize // problem.dtype.itemsize)
-    room *= problem.needs_weight and not problem.dense
     first = slices = 0
     while first < vocab:
-        wide = ((vocab - first) * room - 128) // (rows + room) // 256 * 256
-        first, slices = first + max(columns, wide), slices + 1
+        first, slices = first + max(columns, _in_room(problem, vocab - first)), slices + 1
     if not marks:
         return slices
     blocks, (_, vectors) = -(-rows // 128), _filter_layout(problem, workspace, total)
@@ -89,7 +86,29 @@ def _additions(problem: Problem, workspace: int, total: int, marks: bool) -> int
 
 def _columns(problem: Problem, workspace: int, total: int) -> int:
     """Columns of a slice beside dX's sums."""
-    return min(max((workspace - total - (8 << 20)) // (problem.rows * problem.dtype.itemsize), 2048), problem.vocab)
+    row = problem.rows + problem.hidden * _is_cast(problem)
+    columns = max((workspace - total - (8 << 20)) // (row * problem.dtype.itemsize), 2048)
+    return min(columns, _widest(problem))
+
+
+def _in_room(problem: Problem, left: int) -> int:
+    """Columns of the next slice if its dZ lies in the rows of dW behind it; so many are ``left``."""
+    if not problem.needs_weight or problem.dense:
+        return 0
+    room = problem.hidden * ((problem.weight_dtype or problem.dtype).itemsize // problem.dtype.itemsize)
+    return min((left * room - 128) // (problem.rows + room) // 256 * 256, _widest(problem))
+
+
+def _is_cast(problem: Problem) -> bool:
+    """Whether a slice's part of the head is cast."""
+    return problem.weight_dtype not in (None, problem.dtype)
+
+
+def _widest(problem: Problem) -> int:
+    """The most columns of a slice: as many as take 64 MiB once they are cast."""
+    if not _is_cast(problem):
+        return problem.vocab
+    return min(problem.vocab, max(256, (64 << 20) // (problem.hidden * problem.dtype.itemsize) // 256 * 256))
 
 
 def _filter_layout(problem: Problem, workspace: int, total: int) -> tuple[int, int]:

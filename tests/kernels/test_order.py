@@ -59,17 +59,19 @@ def test_rows_of_programs_that_run_at_a_time_stay_in_the_cache(rows, row_bytes, 
 
 
 @pytest.mark.parametrize("head", [torch.bfloat16, torch.float32, None], ids=str)
-def test_slices_lie_in_rows_that_are_written_later(head):
+def test_slices_lie_in_rows_that_are_written_later(head, monkeypatch):
     """dZ of a slice may lie in dW, but in no row that its slice or one before has written."""
     rows, columns, vocab, width, step = 256, 128, 5000, 24, 64
     own = torch.empty(rows, columns, dtype=torch.bfloat16)
     spare = None if head is None else torch.empty(vocab, width, dtype=head)
     blocks = Blocks(128, step, 64, 8, 3, True)
     room = 0 if spare is None else width * spare.element_size() // 2
-    slices = backward._Slices(rows, vocab, 2, blocks, room)
+    slices = backward._Slices(rows, vocab, 2, blocks, room, width if head == torch.float32 else 0)
+    monkeypatch.setattr(backward, "CAST_BYTES", 320 * width * 2)
     done, inside = 0, 0
     for first, wide, dz in slices.rooms(own, spare):
         assert first == done and wide > 0 and dz.shape[0] == rows and dz.shape[1] >= wide and dz.dtype == torch.bfloat16
+        assert wide <= (320 if head == torch.float32 else vocab), "what is cast takes more"
         done += wide
         if dz.data_ptr() == own.data_ptr():
             continue

@@ -48,6 +48,7 @@ from ._common import (
     transform,
 )
 from .filtered import Seen, add_filtered
+from .linear_ce import CAST_BYTES
 from .marks import MARKED_ROWS, listed, listed_bytes, most_pairs, rounds_for
 from .product import add_product, products, store_product
 from .rows import counted_first, packed_rows
@@ -351,6 +352,7 @@ class _Slices:
     itemsize: int
     blocks: Blocks
     room: int  # numbers of dZ that fit a row of dW, 0 where none may lie there
+    cast: int = 0  # numbers of a row of the head that is cast, a slice at a time
 
     @classmethod
     def of(cls, packed: Tensor, weight: Tensor, use_room: bool) -> _Slices:
@@ -362,14 +364,22 @@ class _Slices:
         blocks = blocks_for(rows, dtype, readable, kernel=kernel, device=packed.device)
         # a float32 dW holds twice as many numbers
         room = width * (weight.element_size() // dtype.itemsize) if use_room and blocks.tma and not INTERPRETED else 0
-        return cls(rows, weight.shape[0], dtype.itemsize, blocks, room)
+        cast = width if weight.dtype != dtype else 0
+        return cls(rows, weight.shape[0], dtype.itemsize, blocks, room, cast)
+
+    @property
+    def widest(self) -> int:
+        """The most columns of a slice."""
+        step = self.blocks.v
+        whole = triton.cdiv(self.vocab, step) * step
+        return min(whole, max(step, CAST_BYTES // (self.cast * self.itemsize) // step * step)) if self.cast else whole
 
     def columns(self, beside: int, workspace: int) -> int:
         """Columns of a slice: what the workspace leaves beside dX's sums, but no fewer than keep the products large."""
         step = self.blocks.v
         left = workspace - beside - (8 << 20)
-        columns = max(left // (self.rows * self.itemsize), 2048) // step * step
-        return min(max(columns, step), triton.cdiv(self.vocab, step) * step)
+        columns = max(left // ((self.rows + self.cast) * self.itemsize), 2048) // step * step
+        return min(max(columns, step), self.widest)
 
     def cuts(self, columns: int) -> Iterator[tuple[int, int, int | None]]:
         """(first column, columns, where its dZ begins in dW, None: nowhere): in the rows behind the slice while they
@@ -379,7 +389,8 @@ class _Slices:
             wide, begin = min(columns, self.vocab - first), None
             most = ((self.vocab - first) * self.room - 128) // (self.rows + self.room) // self.blocks.v * self.blocks.v
             if self.room and most >= columns:
-                wide, begin = most, triton.cdiv((first + most) * self.room, 128) * 128
+                wide = min(most, self.widest)
+                begin = triton.cdiv((first + wide) * self.room, 128) * 128
             yield first, wide, begin
             first += wide
 

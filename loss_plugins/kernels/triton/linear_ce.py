@@ -41,6 +41,9 @@ from ._common import (
 from .marks import MARKED_ROWS, Marks, hot_reference, is_markable, marks_of
 from .rows import counted_first, packed_rows
 
+CAST_BYTES = 64 << 20
+"""What a part of the weight that is cast takes: room beside the results, and still many tiles."""
+
 
 @triton.jit(do_not_specialize=["first", "V", "i_slice", "slices", "tiles", "N"])
 def _linear_ce_kernel(
@@ -498,8 +501,8 @@ def merge_strips(
 
 
 def cast_columns(width: int, dtype: torch.dtype, blocks: Blocks) -> int:
-    """Columns of a slice whose cast weight takes 64 MiB: room beside the results, and still many tiles."""
-    return max(blocks.v, (64 << 20) // (width * dtype.itemsize) // blocks.v * blocks.v)
+    """Columns of a slice whose cast weight takes `CAST_BYTES`."""
+    return max(blocks.v, CAST_BYTES // (width * dtype.itemsize) // blocks.v * blocks.v)
 
 
 def programs_for(rows: int, row_bytes: int, tiles: int, blocks: Blocks, device: torch.device) -> int:
