@@ -42,6 +42,7 @@ from ._common import (
     on,
     precision,
     processors,
+    reused,
     softmax_gradient,
     transform,
 )
@@ -55,6 +56,7 @@ LEAST_VECTORS = 1 << 17  # 32 MiB, so that rounds are few
 _compiled: set[tuple[Any, ...]] = set()  # problems whose slices have all been launched
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "first", "programs", "group"])
 def _dz_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first

@@ -38,12 +38,14 @@ from ._common import (
     on,
     precision,
     processors,
+    reused,
     softmax_gradient,
     transform,
 )
 from .marks import MARKED_ROWS, Lists, place_of, place_words
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks", "i_round", "R"])
 def _vectors_kernel(
     hidden,  # (N, H), rows that count first
@@ -105,6 +107,7 @@ def _vectors_kernel(
     tl.store(out + o_vector[None, :] * 128 + o_r[:, None], b_dz.to(out.dtype.element_ty), mask=m_v[None, :])
 
 
+@reused
 @triton.jit(do_not_specialize=["i_round", "R"])
 def _dx_kernel(
     weight,  # (V, H)
@@ -177,6 +180,7 @@ def _dx_kernel(
         tl.store(p_out, tl.load(p_out, mask=m_out, other=0.0) + b_out, mask=m_out)
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks", "N", "i_round"])
 def _dw_kernel(
     hidden,  # (N, H), rows that count first, zeros behind

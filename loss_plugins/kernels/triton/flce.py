@@ -36,6 +36,7 @@ from ._common import (
     is_bulk_readable,
     logits_tile,
     on,
+    reused,
     transform,
 )
 from .backward import linear_ce_backward
@@ -47,6 +48,7 @@ from .rows import by_label, packed_rows
 LIMIT = 60.0  # exp(60) * 2**20 columns is far below bfloat16's largest number
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "tiles"])
 def _exp_kernel(
     hidden,  # (N, H) descriptor
@@ -139,6 +141,7 @@ def _exp_kernel(
         tl.store(parts + 2 * size + o_part, b_top)
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "tiles"])
 def _raised_kernel(
     out,  # (N, columns) bfloat16

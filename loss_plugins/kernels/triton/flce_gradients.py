@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import blocks_for, compute_dtype, descriptor, grouped_tile, halves_of, on, processors
+from ._common import blocks_for, compute_dtype, descriptor, grouped_tile, halves_of, on, processors, reused
 from .product import fitting
 
 MOST_OF_FOUR = 64
@@ -44,6 +44,7 @@ def _parted(b_number, DIGITS: tl.constexpr):
     return (b_bits >> 16).to(tl.int16), (b_bits >> (16 - DIGITS)) & ((1 << DIGITS) - 1)
 
 
+@reused
 @triton.jit(do_not_specialize=["n", "V", "programs"])
 def _dw_kernel(
     exps,  # (n, V) descriptor, zero at the labels
@@ -160,6 +161,7 @@ def digits_for(chunks: int) -> int:
     return 4 if chunks <= MOST_OF_FOUR else 8
 
 
+@reused
 @triton.jit(do_not_specialize=["n"])
 def _dx_kernel(
     product,  # (n, H) float32, E @ W

@@ -36,12 +36,14 @@ from ._common import (
     on,
     precision,
     processors,
+    reused,
     transform,
 )
 from .marks import MARKED_ROWS, Marks, hot_reference, is_markable, marks_of
 from .rows import counted_first, packed_rows
 
 
+@reused
 @triton.jit(do_not_specialize=["first", "V", "i_slice", "slices", "tiles", "N"])
 def _linear_ce_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
@@ -221,6 +223,7 @@ def hot_of(hot, o_n, m_n, N, HOT: tl.constexpr):
     return b_hot
 
 
+@reused
 @triton.jit
 def _label_logits_kernel(
     hidden,  # (N, H), rows that count first
@@ -294,6 +297,7 @@ def strips_of(n, programs, tiles, BLOCK_N: tl.constexpr):
     return tl.maximum(tl.minimum(programs // tl.maximum(tl.cdiv(n, BLOCK_N), 1), tiles), 1)
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "slices", "programs", "tiles"])
 def _merge_kernel(
     parts,  # (6, slices, programs, BLOCK_N) float32

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import compute_dtype, gathered, logits_tile, on, precision, processors, transform
+from ._common import compute_dtype, gathered, logits_tile, on, precision, processors, reused, transform
 
 MARKED_ROWS = 128
 MOST_HOT = 4096
@@ -54,6 +54,7 @@ def is_markable(rows: int, block: int, dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 and block % MARKED_ROWS == 0 and rows >= 2 * MARKED_ROWS
 
 
+@reused
 @triton.jit(do_not_specialize=["N"])
 def _hot_kernel(
     hidden,  # (N, H), rows that count first
@@ -149,6 +150,7 @@ def distinct(labels: Tensor, most: int, vocab: int) -> tuple[Tensor, Tensor]:
     return columns, found
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "most", "V"])
 def _distinct_kernel(
     ordered,  # (N,) int64, sorted
@@ -172,6 +174,7 @@ def _distinct_kernel(
 
 
 # rows of one matrix: whether they begin on 16 bytes depends on the number of rows
+@reused
 @triton.jit(do_not_specialize=["N", "V", "W"], do_not_specialize_on_alignment=["maximum", "sums", "kept", "target"])
 def _lost_kernel(
     labels,  # (N,) int64, rows that count first
@@ -210,6 +213,7 @@ def _lost_kernel(
     tl.atomic_or(words + i_b.to(tl.int64) * W + b_label // 32, 1 << (b_label % 32), mask=m_label)
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks", "V", "W"])
 def _whole_kernel(
     words,  # (blocks, W) int32
@@ -296,6 +300,7 @@ def most_pairs(blocks: int, vocab: int) -> int:
     return int(blocks * vocab * MOST_PAIRS)
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks"])
 def _order_kernel(
     words,  # (blocks, W) int32
@@ -322,6 +327,7 @@ def _order_kernel(
     tl.store(keys + o_v, tl.where(b_count > 0, b_key, 0), mask=m_v)
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks"])
 def _tile_kernel(
     words,  # (blocks, W) int32
@@ -379,6 +385,7 @@ def place_of(b_word, b_before, o_c):
     return ((b_word >> (o_c % 32)) & 1) == 1, b_before + bits_in(b_below)
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks", "R"])
 def _list_kernel(
     order,  # (V,) int64

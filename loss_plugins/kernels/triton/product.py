@@ -31,9 +31,11 @@ from ._common import (
     is_bulk_readable,
     on,
     processors,
+    reused,
 )
 
 
+@reused
 @triton.jit(do_not_specialize=["M", "N", "K", "programs"])
 def _product_kernel(
     left,  # (M, K) descriptor with ADD, else (K, M)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import on, processors
+from ._common import on, processors, reused
 
 
 def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,6 +34,7 @@ def by_label(labels: Tensor, valid: Tensor, vocab: int) -> tuple[Tensor, Tensor,
     return keys, order, torch.empty_like(order).scatter_(0, order, rows), valid.sum()
 
 
+@reused
 @triton.jit(do_not_specialize=["N"])
 def _rows_kernel(
     source,  # (N, H)
@@ -89,6 +90,7 @@ def _moved(source: Tensor, index: Tensor, count: Tensor, factor: Tensor | None, 
     return out
 
 
+@reused
 @triton.jit(do_not_specialize=["programs"])
 def _scale_kernel(
     source,

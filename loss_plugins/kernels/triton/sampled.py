@@ -36,6 +36,7 @@ from ._common import (
     on,
     precision,
     processors,
+    reused,
     transform,
     weighted_probabilities,
 )
@@ -46,6 +47,7 @@ APART, LEAST_APART = 32, 8
 SAMPLE_BYTES = 32 << 20  # of dZ at a time
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "first", "C", "tiles", "programs"])
 def _sample_dz_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
@@ -134,6 +136,7 @@ def _block_and_tile(i_item, height, shares, APART: tl.constexpr):
     return i_first + i_place % turns * APART, i_place % (turns * shares) // turns
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "first", "C", "tiles"])
 def _sample_dx_kernel(
     weight,  # (W, 32 H) descriptor, or pointer to (V, H)
@@ -192,6 +195,7 @@ def _sample_dx_kernel(
         tl.store(p_out, tl.load(p_out, mask=m_out, other=0.0) + b_out, mask=m_out)
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "first", "C", "tiles"])
 def _sample_dw_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first, zeros behind
