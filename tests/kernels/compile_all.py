@@ -24,7 +24,6 @@ from loss_plugins import cross_entropy_stats, linear_cross_entropy_stats
 from loss_plugins.device import DeviceProfile
 from loss_plugins.kernels.ops import backend, linear_ce
 from loss_plugins.kernels.triton import _common
-from loss_plugins.kernels.triton.rows import counted_first as count_first
 from loss_plugins.kernels.triton.tuning import device_keys
 
 KIB = 1024
@@ -98,11 +97,6 @@ def pretend(name: str) -> None:
     _common.REUSED = False  # what is not launched cannot be launched again
     replace("has_bulk_copies", lambda device: has_bulk(target))
 
-    def counted_first(labels: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        order, place, count = count_first(labels, ignore_index)  # numbers that the host gathers by
-        return order.copy_(torch.arange(len(labels))), place.copy_(order), count.fill_(len(labels))
-
-    replace("counted_first", counted_first)
     seen: set[int] = set()
     run = triton.JITFunction.run
 

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._rows import row_coefficients
 from ._common import (
     INTERPRETED,
     Blocks,
@@ -47,9 +46,10 @@ from ._common import (
     transform,
 )
 from .filtered import Seen, add_filtered
-from .marks import MARKED_ROWS, listed, most_pairs
+from .marks import MARKED_ROWS, Lists, listed, most_pairs
 from .product import add_product, products, store_product
-from .rows import counted_first, packed_rows, unpacked_rows
+from .row_numbers import coefficients, pack
+from .rows import unpacked_rows
 from .sampled import add_sample
 
 LEAST_VECTORS = 1 << 17  # 32 MiB, so that rounds are few
@@ -166,29 +166,28 @@ def linear_ce_backward(
     needed or labels are smoothed, which pull on every column.
     """
     (rows, width), vocab = hidden.shape, weight.shape[0]
-    order, place, count = counted_first(labels, ignore_index)
-    valid = labels != ignore_index
-    given = [grad, *(g for g in (grad_nll, grad_lse) if g is not None)]
-    unit = _power_of_two(torch.where(valid, sum(g.abs().to(torch.float32) for g in given), 0.0).amax())
-    others = (None if g is None else g / unit for g in (grad_nll, grad_lse))
-    coefficients = row_coefficients(
-        grad / unit, lse, labels, valid, class_weight, label_smoothing, z_loss, vocab, *others
+    gradients = grad, grad_nll, grad_lse
+    largest = torch.zeros((), dtype=torch.int32, device=hidden.device)
+    packed, sorted_labels, order, place, count = pack(
+        hidden, labels, ignore_index, dtype, vocab, largest=largest, gradients=gradients
     )
-    packed = packed_rows(hidden, order, count, dtype)
     d_hidden = torch.zeros(rows if need_hidden else 0, width, dtype=torch.float32, device=hidden.device)
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else weight.new_empty(0)
     d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
-    row_data = [labels[order], lse[order], *(c[order] for c in coefficients)]
+    *row_data, unit = coefficients(
+        gradients, lse, sorted_labels, order, count, largest, class_weight, label_smoothing, z_loss, vocab
+    )
+    row_data = [sorted_labels, *row_data]
     whole_hidden, whole_weight = count, count  # how many rows the slices take into dX, dW
     seen = None
     if marks is not None and len(marks) and not need_bias and not label_smoothing:
-        everything, seen = _filtered(
+        lists, seen = _filtered(
             packed, weight, bias, row_data, count, unit, scale, softcap, marks,
             d_hidden if need_hidden and filter_hidden else None, d_weight if need_weight and filter_weight else None,
             tile_bytes,
         )  # fmt: skip
-        whole_hidden = count * everything if filter_hidden else count
-        whole_weight = count * everything if filter_weight else count
+        whole_hidden = lists.whole if filter_hidden else count
+        whole_weight = lists.whole if filter_weight else count
         if (need_hidden and not filter_hidden) or (need_weight and not filter_weight):
             seen = None  # the slices have work of their own
     _add_slices(
@@ -214,22 +213,21 @@ def _filtered(
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
     workspace: int,
-) -> tuple[Tensor, Seen]:
-    """Add what the marks keep; () bool, whether nothing was added because everything must be computed."""
+) -> tuple[Lists, Seen]:
+    """Add what the marks keep; nothing if everything must be computed."""
     blocks, vocab = len(marks), weight.shape[0]
     # dX in float32, a copy of the rows instead of dX, and the lists, about a byte for each block and column
     left = workspace - packed.numel() * 4 - blocks * vocab
     capacity = max(left // (MARKED_ROWS * packed.element_size()), LEAST_VECTORS, 256 * blocks)
     capacity = min(capacity, most_pairs(blocks, vocab) + 256 * blocks)
-    lists = listed(marks, vocab, capacity, d_weight is not None)
+    lists = listed(marks, count, vocab, capacity, d_weight is not None)
     seen = Seen(lists)
-    some = count * ~lists.everything
-    taken = add_sample(packed, weight, bias, row_data[:3], some, unit, scale, softcap, marks, d_hidden, d_weight)
+    taken = add_sample(packed, weight, bias, row_data[:3], lists.some, unit, scale, softcap, marks, d_hidden, d_weight)
     add_filtered(
         packed, weight, bias, row_data[:4], count, unit, scale, softcap, lists, seen, capacity, taken, d_hidden,
         d_weight,
     )  # fmt: skip
-    return lists.everything, seen
+    return lists, seen
 
 
 def _add_slices(
@@ -257,6 +255,10 @@ def _add_slices(
     narrow = readable and width <= 1024
     blocks = blocks_for(rows, dtype, readable, kernel="linear_ce" if narrow else "dz", device=device)
     columns = _slice_columns(rows, width, vocab, d_hidden is not None, dtype, blocks, workspace)
+    # once to the end: kernels are compiled by their first launch, and a step in the middle of training should not wait
+    problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, d_hidden is None, d_weight is None)
+    if seen is not None and problem in _compiled and seen.nothing_else():
+        return
     height = triton.cdiv(rows, blocks.n)
     bias_parts = torch.zeros(height if d_bias is not None else 0, columns, dtype=torch.float32, device=device)
     # zeros: rows that do not count are never written
@@ -267,16 +269,12 @@ def _add_slices(
     if kept and d_hidden is not None and whole_hidden is counts[0]:
         spare = None
     labels, lse, coef_p, coef_label, coef_weight = row_data
-    if d_bias is None:
+    if d_bias is None and (d_hidden is None or d_weight is None or whole_hidden is whole_weight):
         # rows that go nowhere are not computed
-        count = torch.maximum(
-            whole_hidden if d_hidden is not None else count * 0, whole_weight if d_weight is not None else count * 0
-        )
+        count = whole_weight if d_hidden is None else whole_hidden
     programs = processors(device) * (1 if blocks.tma else 1 << 20)
     group = max(1, min(cached_rows(device, width * packed.element_size()) // 2 // blocks.n, height))
     readable_rows = descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed
-    # once to the end: kernels are compiled by their first launch, and a step in the middle of training should not wait
-    problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, d_hidden is None, d_weight is None)
     launch_dz, launch_product = Launches(_dz_kernel), products()
     for first, wide, dz in _slices(rows, columns, vocab, blocks.v, own, spare):
         if seen is not None and problem in _compiled and seen.nothing_else():
@@ -341,8 +339,3 @@ def _slice_columns(
     left = workspace - (rows * width * 4 if need_hidden else 0) - (8 << 20)
     columns = max(left // (rows * dtype.itemsize), 2048) // blocks.v * blocks.v
     return min(max(columns, blocks.v), triton.cdiv(vocab, blocks.v) * blocks.v)
-
-
-def _power_of_two(largest: Tensor) -> Tensor:
-    """The power of two at or below a positive number, 1 for 0, without the host looking at it."""
-    return torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(largest))), 1.0)

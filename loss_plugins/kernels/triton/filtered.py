@@ -115,7 +115,7 @@ def _dx_kernel(
     coef_p,  # (N,) float32
     coef_label,
     count,  # () int64
-    everything,  # () bool
+    everything,  # () int64
     taken,  # (N,) float32, what the sample has
     columns,  # (pairs,) int32
     lists,  # (B, R) int64
@@ -170,7 +170,7 @@ def _dx_kernel(
     if i_round == 0:
         b_whole = tl.load(coef_p + o_n, mask=m_n, other=0.0) - tl.load(coef_label + o_n, mask=m_n, other=0.0)
         b_whole -= tl.load(taken + o_n, mask=m_n, other=0.0)
-        b_missing += tl.where(tl.load(everything), 0.0, b_whole)
+        b_missing += tl.where(tl.load(everything) != 0, 0.0, b_whole)
     b_out += (b_missing * scale)[:, None] * tl.load(mean + o_h, mask=m_h, other=0.0)[None, :]
     if TMA:
         add_tile(total, (i_b * 128).to(tl.int32), tl.program_id(1) * BLOCK_H, b_out, 128, BLOCK_H)
@@ -324,10 +324,10 @@ class Seen:
     def __init__(self, lists: Lists) -> None:
         self._most = lists.rounds
         self._told: Tensor | None = None
-        device = lists.everything.device
+        device = lists.decided.device
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._told = torch.full((2,), -1, dtype=torch.int64, pin_memory=True)
-            self._told.copy_(torch.stack([lists.everything.long(), lists.used]), non_blocking=True)
+            self._told.copy_(lists.decided, non_blocking=True)
 
     def rounds(self) -> int:
         """How many rounds have work, or all."""

@@ -1,4 +1,4 @@
-"""The rows that carry a label first: ignored tokens then fill whole blocks at the end, which return at once.
+"""Rows in another order, and tensors times a number that the device knows.
 
 Letters: N rows, H hidden width.
 """
@@ -13,22 +13,9 @@ from torch import Tensor
 from ._common import on, processors, reused
 
 
-def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order, place, count): the rows that carry a label first, the inverse of that, and how many, all on the device,
-    so that the host never waits to learn it."""
-    counts = labels != ignore_index
-    # so that the last entry, the count, begins on 16 bytes: an odd number of rows would compile every kernel again
-    size, shift = len(labels), (len(labels) - 1) % 2
-    before = torch.empty(size + 1, dtype=torch.int64, device=labels.device)[shift : shift + size]
-    torch.cumsum(counts, 0, out=before)
-    rows = torch.arange(len(labels), device=labels.device)
-    place = torch.where(counts, before - 1, before[-1] + rows - before)
-    return torch.empty_like(place).scatter_(0, place, rows), place, before[-1]
-
-
 def by_label(labels: Tensor, valid: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(keys, order, place, count): the same, in the order of their labels, which are the first; those of rows that do
-    not count are ``vocab``."""
+    """(keys, order, place, count): the rows in the order of their labels, which are the first; those of rows that do
+    not count are ``vocab``. How many count stays on the device, so that the host never waits to learn it."""
     keys, order = torch.where(valid, labels, vocab).sort(stable=True)
     rows = torch.arange(len(labels), device=labels.device)
     return keys, order, torch.empty_like(order).scatter_(0, order, rows), valid.sum()
