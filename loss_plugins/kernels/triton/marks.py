@@ -292,11 +292,10 @@ def marks_of(
         _whole_kernel[(blocks, tiles)](
             words, count, totals, pairs, whole, blocks, vocab, width, bound, BLOCK=128, BOUNDED=bound < 1
         )
-    dropped = lost.new_zeros(rows)
     if want_dropped:
         everything = (whole > 0) | (pairs.sum() > most_pairs(blocks, vocab))
-        dropped = torch.where(everything[:, None], 0.0, lost).view(-1)[:rows]
-    return Marks(words, dropped)
+        lost = torch.where(everything[:, None], 0.0, lost)
+    return Marks(words, lost.view(-1)[:rows])
 
 
 def most_pairs(blocks: int, vocab: int) -> int:

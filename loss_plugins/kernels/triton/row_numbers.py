@@ -83,8 +83,8 @@ def _pack_kernel(
                 b_size += tl.abs(tl.load(grad_nll + o_n, mask=m_count, other=0.0).to(tl.float32))
             if GRAD_LSE:
                 b_size += tl.abs(tl.load(grad_lse + o_n, mask=m_count, other=0.0).to(tl.float32))
-            # bits of numbers that are not negative compare as these do, and NaN's are the largest
-            tl.atomic_max(largest, tl.max(b_size.to(tl.int32, bitcast=True)))
+            # bits of numbers that are not negative compare as these do; NaN's, which may have a sign, are the largest
+            tl.atomic_max(largest, tl.max(b_size.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
 
 
 def pack(
