@@ -25,6 +25,7 @@ from ._common import (
     cached_rows,
     can_cast,
     can_tma,
+    cdiv,
     compute_dtype,
     descriptor,
     exp_difference,
@@ -280,7 +281,7 @@ def label_logits(
     out = torch.empty(rows, dtype=torch.float32, device=hidden.device)
     block = 64 if dtype.itemsize == 2 else 32
     with on(hidden.device):
-        _label_logits_kernel[(triton.cdiv(rows, block),)](
+        _label_logits_kernel[(cdiv(rows, block),)](
             hidden, weight, bias if bias is not None else hidden, labels, count, out,
             hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1), float(scale), float(softcap),
             H=width, BLOCK_N=block, BLOCK_H=64 if weight.dtype.itemsize == 2 else 32, DTYPE=compute_dtype(dtype),
@@ -391,7 +392,7 @@ def linear_ce_forward(
     rows, vocab, device = hidden.shape[0], weight.shape[0], hidden.device
     # marks, and behind them which classes are some row's label
     words = torch.zeros(
-        triton.cdiv(rows, MARKED_ROWS) + 1 if below > 0 else 0, triton.cdiv(vocab, 32), dtype=torch.int32, device=device
+        cdiv(rows, MARKED_ROWS) + 1 if below > 0 else 0, cdiv(vocab, 32), dtype=torch.int32, device=device
     )
     packed = pack(hidden, labels, ignore_index, dtype, vocab, words[-1] if below > 0 else None)
     readable = can_cast(packed.rows, weight, dtype) or can_tma(packed.rows, weight, dtype)
@@ -439,7 +440,7 @@ def _row_sums(
     mark = len(hot) > 0
     cast = can_cast(packed, weight, dtype)
     columns = cast_columns(width, dtype, blocks) if cast and blocks.tma else vocab
-    slices, tiles = triton.cdiv(vocab, columns), triton.cdiv(min(columns, vocab), blocks.v)
+    slices, tiles = cdiv(vocab, columns), cdiv(min(columns, vocab), blocks.v)
     programs = programs_for(rows, packed.stride(0) * packed.element_size(), tiles, blocks, device)
     parts = torch.empty(6, slices, programs, blocks.n, dtype=torch.float32, device=device)
     best = torch.empty(slices if want_predicted else 0, programs, blocks.n, dtype=torch.int32, device=device)
@@ -484,7 +485,7 @@ def merge_strips(
     """((6, N) anchor, sum, -, weighted sum, moment, kept; (N,) best) of the rows that count, else 0."""
     merged = torch.zeros(6, rows, dtype=torch.float32, device=parts.device)
     top = torch.zeros(rows if want_predicted else 0, dtype=torch.int32, device=parts.device)
-    _merge_kernel[(triton.cdiv(rows, blocks.n),)](
+    _merge_kernel[(cdiv(rows, blocks.n),)](
         parts, best, count, merged, top, rows, parts.shape[1], parts.shape[2], tiles, BLOCK_N=blocks.n,
         HAS_SMOOTHING=smoothing, WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted,
         MARKED=marked,
@@ -504,14 +505,14 @@ def programs_for(rows: int, row_bytes: int, tiles: int, blocks: Blocks, device: 
     its rows again for each tile of the vocabulary: where all rows are much more than the cache holds, no more than stay
     there.
     """
-    height, slots = triton.cdiv(rows, blocks.n), processors(device)
+    height, slots = cdiv(rows, blocks.n), processors(device)
     cached = max(1, cached_rows(device, row_bytes) // blocks.n)
     # an H200's forward of 38 and of 67 MB of rows is as fast as its cache of 60 MB lets it be already
     least = -(-slots // cached) if height > cached * 8 // 3 else 1
     best, best_use = 1, 0.0
     for strips in range(min(least, tiles), min(tiles, 4 * slots) + 1):
         programs = height * strips
-        use = programs / (-(-programs // slots) * slots)  # triton.cdiv takes 2 us
+        use = programs / (cdiv(programs, slots) * slots)
         if use > best_use:
             best, best_use = strips, use
         if best_use >= 0.9:

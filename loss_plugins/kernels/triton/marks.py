@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import compute_dtype, gathered, logits_tile, on, precision, processors, reused, transform
+from ._common import cdiv, compute_dtype, gathered, logits_tile, on, precision, processors, reused, transform
 
 MARKED_ROWS = 128
 MOST_HOT = 4096
@@ -44,8 +44,8 @@ class Marks:
     @classmethod
     def none(cls, hidden: Tensor, vocab: int, below: float) -> Marks:
         """Where nothing is left out: no words, or all columns count if a filter was asked for."""
-        blocks = triton.cdiv(hidden.shape[0], MARKED_ROWS) if below > 0 else 0
-        words = torch.full((blocks, triton.cdiv(vocab, 32)), -1, dtype=torch.int32, device=hidden.device)
+        blocks = cdiv(hidden.shape[0], MARKED_ROWS) if below > 0 else 0
+        words = torch.full((blocks, cdiv(vocab, 32)), -1, dtype=torch.int32, device=hidden.device)
         return cls(words, torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device))
 
 
@@ -128,7 +128,7 @@ def hot_reference(
     (rows, width), vocab = hidden.shape, weight.shape[0]
     weight = gathered(weight, dtype)
     columns, hot_count = set_bits(classes, min(MOST_HOT, rows, vocab))
-    height = triton.cdiv(rows, 128)
+    height = cdiv(rows, 128)
     strips = max(1, min(8, processors(hidden.device) // height))
     out = torch.empty(strips, rows, dtype=torch.float32, device=hidden.device)
     with on(hidden.device):
@@ -146,7 +146,7 @@ def set_bits(words: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """((most,) int64 the first bits of ``words`` that are set, what is behind them undefined; () how many)."""
     found, count = words.new_empty(most, dtype=torch.int64), words.new_empty((), dtype=torch.int64)
     with on(words.device):
-        _set_bits_kernel[(triton.cdiv(len(words), 64),)](words, found, count, len(words), most, BLOCK=64)
+        _set_bits_kernel[(cdiv(len(words), 64),)](words, found, count, len(words), most, BLOCK=64)
     return found, count
 
 
@@ -282,7 +282,7 @@ def marks_of(
     ``bound`` 1 only steps in where a row is no number. ``dropped`` is zeros unless it is wanted.
     """
     (blocks, width), rows, device = words.shape, len(sums), words.device
-    tiles = triton.cdiv(width, 128)
+    tiles = cdiv(width, 128)
     pairs = torch.empty(blocks, tiles, dtype=torch.int32, device=device)
     lost = torch.empty(blocks, MARKED_ROWS, dtype=torch.float32, device=device)
     totals = torch.empty(3, blocks, dtype=torch.float32, device=device)
@@ -540,13 +540,13 @@ def listed(words: Tensor, count: Tensor, vocab: int, capacity: int, ordered: boo
     ``ordered`` sorts the columns; what only walks a block's columns (dX) does not need it.
     """
     blocks, device = words.shape[0], words.device
-    tiles, most = triton.cdiv(vocab, 128), most_pairs(blocks, vocab)
+    tiles, most = cdiv(vocab, 128), most_pairs(blocks, vocab)
     # a round takes the tiles that begin inside its share, so the last one may exceed it by its own pairs
     share = max(capacity - 128 * blocks, 128)
-    rounds = max(triton.cdiv(most, share), 1)
+    rounds = max(cdiv(most, share), 1)
     keys = torch.empty(vocab, dtype=torch.int32, device=device)
     with on(device):
-        _order_kernel[(triton.cdiv(vocab, 256),)](words, keys, blocks, vocab, words.shape[1], BLOCK=256, num_warps=4)
+        _order_kernel[(cdiv(vocab, 256),)](words, keys, blocks, vocab, words.shape[1], BLOCK=256, num_warps=4)
     keys, order = keys.sort(descending=True, stable=True) if ordered else (keys, torch.arange(vocab, device=device))
     bits = torch.empty(tiles, blocks, 8, dtype=torch.int32, device=device)
     block_of = torch.empty(tiles, blocks, dtype=torch.int32, device=device)

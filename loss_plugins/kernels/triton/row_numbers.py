@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import on, reused
+from ._common import cdiv, on, reused
 
 
 class Packed(NamedTuple):
@@ -106,9 +106,9 @@ def pack(
     count = before[-1]
     out = torch.empty(rows, width, dtype=dtype, device=device)
     packed_labels, order, place = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(3))
-    block_n, block_h = 4, min(1024, triton.next_power_of_2(width))
+    block_n, block_h = 4, min(1024, 1 << (width - 1).bit_length())
     with on(device):
-        _pack_kernel[(triton.cdiv(rows, block_n), triton.cdiv(width, block_h))](
+        _pack_kernel[(cdiv(rows, block_n), cdiv(width, block_h))](
             hidden, labels.contiguous(), before, count, *(_given(g, count) for g in gradients), out, packed_labels,
             order, place, _given(classes, count), _given(largest, count), rows, vocab, ignore_index, hidden.stride(0),
             hidden.stride(1), H=width, BLOCK_N=block_n, BLOCK_H=block_h, CLASSES=classes is not None,
@@ -210,7 +210,7 @@ def losses(
     loss, nll, lse, entropy, dropped = (torch.empty(size, dtype=torch.float32, device=sums.device) for size in sizes)
     predicted = torch.empty(rows if want_predicted else 0, dtype=torch.int64, device=sums.device)
     with on(sums.device):
-        _losses_kernel[(triton.cdiv(rows, 512),)](
+        _losses_kernel[(cdiv(rows, 512),)](
             sums, target, best, lost, labels.contiguous(), place, *_weights(class_weight, vocab, sums), loss, nll, lse,
             entropy, predicted, dropped, rows, sums.stride(0), ignore_index, 1.0 - label_smoothing,
             label_smoothing / vocab, float(z_loss), BLOCK=512, HAS_SMOOTHING=label_smoothing > 0, HAS_Z_LOSS=z_loss > 0,
@@ -297,10 +297,10 @@ def coefficients(
     below the largest gradient of a row, so that float16 does not lose small ones."""
     rows, device = len(lse), lse.device
     # every one begins on 16 bytes, for any number of rows
-    out = torch.empty(4, triton.cdiv(rows, 64) * 64, dtype=torch.float32, device=device)
+    out = torch.empty(4, cdiv(rows, 64) * 64, dtype=torch.float32, device=device)
     unit = torch.empty((), dtype=torch.float32, device=device)
     with on(device):
-        _coefficients_kernel[(triton.cdiv(rows, 512),)](
+        _coefficients_kernel[(cdiv(rows, 512),)](
             *(_given(g, lse) for g in gradients), lse, labels, order, count, *_weights(class_weight, vocab, lse),
             largest, out, unit, rows, out.stride(0), 1.0 - label_smoothing, label_smoothing / vocab, float(z_loss),
             BLOCK=512, HAS_CLASS_WEIGHT=class_weight is not None, GRAD_NLL=gradients[1] is not None,

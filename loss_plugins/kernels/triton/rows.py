@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import on, processors, reused
+from ._common import cdiv, on, processors, reused
 
 
 def by_label(labels: Tensor, valid: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -69,7 +69,7 @@ def _moved(source: Tensor, index: Tensor, count: Tensor, factor: Tensor | None, 
     out = torch.empty(rows, width, dtype=dtype, device=source.device)
     block_n, block_h = 4, min(1024, triton.next_power_of_2(width))
     with on(source.device):
-        _rows_kernel[(triton.cdiv(rows, block_n), triton.cdiv(width, block_h))](
+        _rows_kernel[(cdiv(rows, block_n), cdiv(width, block_h))](
             source, index, count, count if factor is None else factor, out, rows, source.stride(0), source.stride(1),
             H=width, BLOCK_N=block_n, BLOCK_H=block_h, CLEAR=factor is None, HAS_FACTOR=factor is not None,
             num_warps=4,
@@ -115,6 +115,6 @@ def _scale(source: Tensor, factor: Tensor, out: Tensor) -> None:
     size = source.numel()
     if size:
         # few programs, since most often they have nothing to do
-        programs = min(triton.cdiv(size, 4096), processors(source.device) * 16)
+        programs = min(cdiv(size, 4096), processors(source.device) * 16)
         with on(source.device):
             _scale_kernel[(programs,)](source, factor.float(), out, size, programs, BLOCK=4096, IN_PLACE=source is out)
