@@ -245,16 +245,16 @@ class Reused:
         first = args[0]
         # whose device is the current one, see `on`
         device = (first if isinstance(first, Tensor) else first.base).device
-        if not REUSED or device.type == "xpu":  # whose compiler may look at more
-            return self.kernel[grid](*args, **options)
         key = (device, tuple(options), *map(_kind, args), *options.values())
-        compiled = self._compiled.get(key)
-        if compiled is None:
+        compiled = self._compiled.get(key) if REUSED else None
+        if compiled is not None:
+            launch_again(compiled, self.arg_names, grid, args, options)
+            return compiled
+        compiled = self.kernel[grid](*args, **options)
+        if REUSED and device.type != "xpu":  # whose compiler may look at more
             if len(self._compiled) >= 1024:
                 self._compiled.clear()
-            compiled = self._compiled[key] = self.kernel[grid](*args, **options)
-        else:
-            launch_again(compiled, self.arg_names, grid, args, options)
+            self._compiled[key] = compiled
         return compiled
 
 
