@@ -405,11 +405,12 @@ def test_every_pair_is_listed_once(device, blocks, vocab, capacity, kind, ordere
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_columns_of_many_blocks_come_first(device):
+@pytest.mark.parametrize("blocks", [17, 127, 128])
+def test_columns_of_many_blocks_come_first(device, blocks):
     """So that a tile's columns count for about the same blocks, and the columns that count for none for nothing."""
-    bits = some_bits(17, 700, "language")
+    bits = some_bits(blocks, 700, "language")
     often = bits.sum(0)[listed(words_of(bits).to(device), COUNT.to(device), 700, 1 << 20, True).order.cpu()]
-    several = often[often * 8 >= 17]
+    several = often[often * 8 >= blocks]
     assert len(several) > 3 and torch.equal(several, often[: len(several)]) and (several.diff() <= 0).all()
     assert (often[(often > 0).sum() :] == 0).all()
 

@@ -168,8 +168,10 @@ def _losses_kernel(
     b_loss = b_nll
     if HAS_CLASS_WEIGHT:
         b_loss *= tl.load(class_weight + b_label, mask=m_count, other=0.0).to(tl.float32)
+        b_total = tl.load(total_weight)
+    else:
+        b_total = total_weight
     if HAS_SMOOTHING:
-        b_total = tl.load(total_weight) if HAS_CLASS_WEIGHT else total_weight
         b_weighted = tl.load(sums + 3 * S + o_place, mask=m_count, other=0.0)
         b_loss = own * b_loss + spread * (b_total * b_lse - b_weighted)
     if HAS_Z_LOSS:
@@ -267,7 +269,9 @@ def _coefficients_kernel(
     if HAS_CLASS_WEIGHT:
         o_v = tl.load(labels + o_n, mask=m_n, other=0)
         b_label *= tl.load(class_weight + o_v, mask=m_n, other=0.0).to(tl.float32)
-    b_total = tl.load(total_weight) if HAS_CLASS_WEIGHT else total_weight
+        b_total = tl.load(total_weight)
+    else:
+        b_total = total_weight
     b_weight = b_grad * spread
     if GRAD_NLL:
         b_label += tl.div_rn(tl.load(grad_nll + o_from, mask=m_n, other=0.0).to(tl.float32), b_unit)
