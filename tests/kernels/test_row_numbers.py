@@ -29,7 +29,7 @@ def order_of(labels, ignore_index):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("which", ["some", "none", "all"])
-@pytest.mark.parametrize("rows", [1, 64, 131])
+@pytest.mark.parametrize("rows", [1, 131])
 @pytest.mark.parametrize(("width", "dtype"), [(40, torch.float16), (1100, torch.float32)])
 def test_packed_rows(device, rows, width, dtype, which):
     """Also of a view whose rows and columns lie apart; what is ignored may hold anything."""
@@ -93,9 +93,7 @@ def test_losses(device, rows, smoothing, z_loss, weighted, want):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("smoothing", "z_loss", "weighted"), [(0.0, 0.0, False), (0.1, 0.0, False), (0.1, 1e-2, True), (0.0, 0.3, True)]
-)
+@pytest.mark.parametrize(("smoothing", "z_loss", "weighted"), [(0.0, 0.0, False), (0.1, 1e-2, True)])
 @pytest.mark.parametrize("given", [(True, False, False), (True, True, False), (True, False, True), (True, True, True)])
 def test_coefficients(device, smoothing, z_loss, weighted, given):
     g = torch.Generator().manual_seed(0)
