@@ -233,12 +233,13 @@ def compute(
     labels = labels.reshape(-1)
     hidden = hidden.reshape(-1, hidden.shape[-1]) if flat else hidden
     valid = labels != given.ignore_index
-    poison = None
+    bad = None
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
-        # no host can look at the labels here: a bad one is computed as ignored and its loss made NaN
-        bad = valid & ((labels < 0) | (labels >= given.vocab))
-        labels, valid = torch.where(bad, given.ignore_index, labels), valid & ~bad
-        poison = torch.where(bad, torch.nan, 0.0).to(acc)
+        # no host can look at the labels here: a bad one is computed as ignored and its loss made NaN; in few operators,
+        # since the device has nothing else to do yet
+        is_class = valid & (labels == labels.clamp(0, given.vocab - 1))
+        bad, valid = valid ^ is_class, is_class
+        labels = torch.where(valid, labels, given.ignore_index)
 
     each = (
         valid.to(acc) if given.token_weight is None else torch.where(valid, given.token_weight.reshape(-1).to(acc), 0.0)
@@ -249,7 +250,7 @@ def compute(
     if given.reduction == "mean":
         items = given.num_items_in_batch
         total = counted.sum() if items is None else items.to(acc).reshape(())
-        row_scale = torch.where(each != 0, each / total, 0.0)
+        row_scale = (each / total).masked_fill_(each == 0, 0.0)
     else:
         row_scale = each
 
@@ -273,15 +274,21 @@ def compute(
 
     loss = result.loss
     if given.reduction == "none":
-        loss = _scatter(loss, kept, shape, 0.0) if poison is None else (loss + poison).reshape(shape)
+        loss = _scatter(loss, kept, shape, 0.0) if bad is None else (loss + _nan_where(bad, acc)).reshape(shape)
     else:
-        if poison is not None:
-            loss = loss + poison.sum()
+        wrong = None if bad is None else bad.any()
         if given.reduction == "mean" and given.num_items_in_batch is None:
-            loss = loss + torch.where(total == 0, torch.nan, 0.0)
-        elif given.num_items_in_batch is not None:
+            wrong = total == 0 if wrong is None else wrong | (total == 0)
+        if wrong is not None:
+            loss = loss + _nan_where(wrong, acc)
+        if given.num_items_in_batch is not None:
             loss = loss.reshape(given.num_items_in_batch.shape)
     return _output(given, rows, fields, result, loss, kept, shape)
+
+
+def _nan_where(wrong: Tensor, dtype: torch.dtype) -> Tensor:
+    """What makes a loss NaN where it is added, and leaves gradients as they are."""
+    return torch.zeros_like(wrong, dtype=dtype).masked_fill_(wrong, torch.nan)
 
 
 def _refuse_lost_tangent(rows: Rows, loss: Tensor) -> None:

@@ -10,11 +10,12 @@ import triton.language as tl  # noqa: E402
 
 from loss_plugins.kernels import ops  # noqa: E402
 from loss_plugins.kernels.triton import linear_ce, marks  # noqa: E402
-from loss_plugins.kernels.triton.marks import MARKED_ROWS, distinct, is_markable, listed, most_pairs  # noqa: E402
+from loss_plugins.kernels.triton.marks import MARKED_ROWS, is_markable, listed, most_pairs, set_bits  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_strip")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BELOW = 2.0**-7
+COUNT = torch.tensor(211)  # of rows, which lists hand on
 
 
 def bits_of(words, vocab):
@@ -66,20 +67,21 @@ def mass(p, bits, order, valid):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("most", [1, 5, 6, 40])
-def test_distinct(device, most):
-    """Classes that are some row's label, once each; what is no class is none of them."""
-    labels = torch.tensor([7, 3, -100, 3, 0, 49, 7, 50, 12, 0, 2**40], device=device)
-    columns, count = distinct(labels, most, 50)
-    want = [0, 3, 7, 12, 49][:most]
+@pytest.mark.parametrize("vocab", [1, 50, 5000])
+@pytest.mark.parametrize("most", [1, 5, 300])
+def test_set_bits(device, vocab, most):
+    """The first of them, in every program and beyond what one reads at a time; bit 31 is a sign."""
+    bits = torch.rand(1, vocab, generator=torch.Generator().manual_seed(0)) < 0.05
+    bits[0, vocab // 2 :: 31] = True
+    want = bits[0].nonzero()[:, 0][:most]
+    columns, count = set_bits(words_of(bits)[0].to(device), most)
     assert columns.shape == (most,) and count.item() == len(want)
-    assert columns.tolist() == want + [0] * (most - len(want))
+    assert torch.equal(columns[: len(want)].cpu(), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_distinct_of_nothing(device):
-    columns, count = distinct(torch.full((5,), -100, device=device), 3, 50)
-    assert columns.tolist() == [0, 0, 0] and count.item() == 0
+def test_set_bits_of_nothing(device):
+    assert set_bits(torch.zeros(70, dtype=torch.int32, device=device), 3)[1].item() == 0
 
 
 def test_what_is_markable():
@@ -369,11 +371,12 @@ def test_every_pair_is_listed_once(device, blocks, vocab, capacity, kind, ordere
     bits = some_bits(blocks, vocab, kind)
     total = int(bits.sum())
     assert total <= most_pairs(blocks, vocab)
-    lists = listed(words_of(bits).to(device), vocab, capacity, ordered)
+    lists = listed(words_of(bits).to(device), COUNT.to(device), vocab, capacity, ordered)
     order, columns = lists.order.tolist(), lists.columns.tolist()
     starts, vectors, sizes = lists.lists.tolist(), lists.vectors.tolist(), lists.sizes.tolist()
     assert not lists.everything.item() and sorted(order) == list(range(vocab))
     assert ordered or order == list(range(vocab))
+    assert (lists.some.item(), lists.whole.item()) == (211, 0)
 
     # a block's list, over the rounds
     for i in range(blocks):
@@ -385,7 +388,7 @@ def test_every_pair_is_listed_once(device, blocks, vocab, capacity, kind, ordere
         assert sum(column) <= max(capacity, 128 + 128 * blocks)
         assert [vectors[i][r] for i in range(blocks)] == [sum(column[:i]) for i in range(blocks)]
         assert lists.chunks[:, r].tolist() == [sum(-(-n // 128) for n in column[:i]) for i in range(blocks + 1)]
-        assert r < lists.used.item() or not any(column)
+        assert r < lists.decided[1].item() or not any(column)
     # a tile's pairs lie in its round, where the block's list has the same column
     edges, seen = lists.edges.tolist(), 0
     for r in range(lists.rounds):
@@ -402,11 +405,12 @@ def test_every_pair_is_listed_once(device, blocks, vocab, capacity, kind, ordere
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_columns_of_many_blocks_come_first(device):
+@pytest.mark.parametrize("blocks", [17, 127, 128])
+def test_columns_of_many_blocks_come_first(device, blocks):
     """So that a tile's columns count for about the same blocks, and the columns that count for none for nothing."""
-    bits = some_bits(17, 700, "language")
-    often = bits.sum(0)[listed(words_of(bits).to(device), 700, 1 << 20, True).order.cpu()]
-    several = often[often * 8 >= 17]
+    bits = some_bits(blocks, 700, "language")
+    often = bits.sum(0)[listed(words_of(bits).to(device), COUNT.to(device), 700, 1 << 20, True).order.cpu()]
+    several = often[often * 8 >= blocks]
     assert len(several) > 3 and torch.equal(several, often[: len(several)]) and (several.diff() <= 0).all()
     assert (often[(often > 0).sum() :] == 0).all()
 
@@ -415,9 +419,9 @@ def test_columns_of_many_blocks_come_first(device):
 def test_too_many_pairs_are_not_listed(device):
     bits = torch.zeros(3, 1200, dtype=torch.bool)
     bits[0, : most_pairs(3, 1200)] = True
-    lists = listed(words_of(bits).to(device), 1200, 1 << 20, True)
+    lists = listed(words_of(bits).to(device), COUNT.to(device), 1200, 1 << 20, True)
     assert not lists.everything.item() and lists.sizes.sum().item() == most_pairs(3, 1200)
     bits[1, 7] = True
-    lists = listed(words_of(bits).to(device), 1200, 1 << 20, True)
-    assert lists.everything.item() and lists.used.item() == 0
+    lists = listed(words_of(bits).to(device), COUNT.to(device), 1200, 1 << 20, True)
+    assert lists.decided.tolist() == [1, 0] and (lists.some.item(), lists.whole.item()) == (0, 211)
     assert not lists.sizes.any() and not lists.chunks.any() and not lists.edges.any()

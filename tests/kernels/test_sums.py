@@ -157,18 +157,18 @@ def test_ignored_rows(device, left, chosen):
 def test_the_copy_of_the_rows_is_gone_when_dx_is_rounded(device, below, monkeypatch):
     """Which takes its room."""
     copies, alive = [], []
-    packed_rows, finish = backward.packed_rows, RowSums.rounded
+    pack, finish = backward.pack, RowSums.rounded
 
-    def noted(*given):
-        made = packed_rows(*given)
-        copies.append(weakref.ref(made))
+    def noted(*given, **options):
+        made = pack(*given, **options)
+        copies.append(weakref.ref(made.rows))
         return made
 
     def looked(*given):
         alive.append(copies[-1]() is not None)
         return finish(*given)
 
-    monkeypatch.setattr(backward, "packed_rows", noted)
+    monkeypatch.setattr(backward, "pack", noted)
     monkeypatch.setattr(RowSums, "rounded", looked)
     for workspace in (1, 1 << 23):
         Case(device, shape=(256, 64, 300), tile_bytes=workspace).run((below, below))

@@ -141,7 +141,7 @@ def log_of(b_sum, FAST: tl.constexpr):
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 INTERPRETED = not isinstance(logits_tile, triton.JITFunction)
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-# whether `Launches` reuses what it compiled: an older Triton wants other arguments there
+# whether what was compiled is launched again without Triton's look at it: an older one wants other arguments there
 REUSED = _VERSION >= (3, 6)
 GLUON = (3, 6) <= _VERSION <= (3, 9)
 
@@ -179,6 +179,11 @@ def _current_device() -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     xpu = hasattr(torch, "xpu") and torch.xpu.is_available()
     return torch.device("xpu", torch.xpu.current_device()) if xpu else torch.device("cpu")
+
+
+def cdiv(a: int, b: int) -> int:
+    """``a / b`` rounded up; Triton's own takes 2 us on the host."""
+    return -(-a // b)
 
 
 def can_tma(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
@@ -223,13 +228,70 @@ def descriptor(matrix: Tensor, block: list[int]) -> Any:
     return TensorDescriptor.from_tensor(matrix, block)
 
 
+class Reused:
+    """A kernel whose ``kernel[grid](...)`` takes half of the host's time from the second launch with such arguments on.
+
+    Triton compiles a kernel anew for other types, for pointers and integers that are multiples of 16 or not, for
+    integers that are 1 or need 64 bits, for other tiles behind a descriptor, and for other constants. All of that is in
+    the key here, also of arguments that the kernel is not specialised for, so Triton itself looks at any launch for
+    which it may compile.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.arg_names, self.__name__ = kernel, kernel.arg_names, kernel.__name__
+        self._compiled = dict[Any, Any]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        first = args[0]
+        # whose device is the current one, see `on`
+        device = (first if isinstance(first, Tensor) else first.base).device
+        key = (device, tuple(options), *map(_kind, args), *options.values())
+        compiled = self._compiled.get(key) if REUSED else None
+        if compiled is not None:
+            launch_again(compiled, self.arg_names, grid, args, options)
+            return compiled
+        compiled = self.kernel[grid](*args, **options)
+        if REUSED and device.type != "xpu":  # whose compiler may look at more
+            if len(self._compiled) >= 1024:
+                self._compiled.clear()
+            self._compiled[key] = compiled
+        return compiled
+
+
+def reused(kernel: Any) -> Any:
+    """Decorates a kernel that the host launches. ROCm's compiler looks at more of a tensor than the key has."""
+    return kernel if INTERPRETED or torch.version.hip else Reused(kernel)
+
+
+def _kind(arg: Any) -> Any:
+    """What a kernel may be compiled for, of an argument that is no constant."""
+    if isinstance(arg, Tensor):
+        return arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype, "unaligned")
+    if type(arg) is int:
+        if not -(1 << 31) < arg < 1 << 31:
+            return arg
+        return "16" if arg % 16 == 0 else "1" if arg == 1 else "int"
+    if type(arg) is float:
+        return "float"
+    return arg if arg is None or type(arg) is bool else (arg.base.dtype, *arg.block_shape)
+
+
+def launch_again(
+    compiled: Any, names: list[str], grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Launch what is compiled already, without a look at the arguments."""
+    compiled[(*grid, 1, 1)[:3]](*args, *[options[name] for name in names[len(args) :]])
+
+
 class Launches:
     """A kernel launched many times in a row, with other numbers and with tensors of the same kinds.
 
-    Triton looks at every argument of a launch to find the code that was compiled for such ones, which takes longer than
-    a small kernel does; here only the first launch with a ``key`` does so, and whoever gives the key vouches for the
-    others: constants and options are those of the key, tensors have the first one's types and begin on 16 bytes if it
-    did, and only numbers that the kernel is not specialised for differ.
+    Looking at every argument takes longer than a small kernel does; here only the first launch with a ``key`` does so,
+    and whoever gives the key vouches for the others: constants and options are those of the key, tensors have the first
+    one's types and begin on 16 bytes if it did, and only numbers that the kernel is not specialised for differ.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -238,8 +300,7 @@ class Launches:
     def __call__(self, key: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         compiled = self._compiled.get(key)
         if compiled is not None:
-            constants = (options[name] for name in self._kernel.arg_names[len(args) :])
-            compiled[(*grid, 1, 1)[:3]](*args, *constants)
+            launch_again(compiled, self._kernel.arg_names, grid, args, options)
         else:
             found = self._kernel[grid](*args, **options)
             if REUSED and not INTERPRETED:

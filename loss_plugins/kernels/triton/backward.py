@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._rows import row_coefficients
 from ._common import (
     INTERPRETED,
     Blocks,
@@ -44,6 +43,7 @@ from ._common import (
     on,
     precision,
     processors,
+    reused,
     softmax_gradient,
     transform,
 )
@@ -51,7 +51,7 @@ from .filtered import Seen, add_filtered
 from .linear_ce import CAST_BYTES
 from .marks import MARKED_ROWS, listed, listed_bytes, most_pairs, rounds_for
 from .product import add_product, products, store_product
-from .rows import counted_first, packed_rows
+from .row_numbers import coefficients, pack
 from .sampled import add_sample, sample_slices
 from .sums import RowSums, row_digits, sum_bytes
 
@@ -59,6 +59,7 @@ LEAST_VECTORS = 1 << 17  # 32 MiB, so that rounds are few
 _compiled: set[tuple[Any, ...]] = set()  # problems whose slices have all been launched
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "first", "programs", "group"])
 def _dz_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
@@ -168,15 +169,11 @@ def linear_ce_backward(
     needed or labels are smoothed, which pull on every column.
     """
     width, vocab = hidden.shape[1], weight.shape[0]
-    order, place, count = counted_first(labels, ignore_index)
-    valid = labels != ignore_index
-    given = [grad, *(g for g in (grad_nll, grad_lse) if g is not None)]
-    unit = _power_of_two(torch.where(valid, sum(g.abs().to(torch.float32) for g in given), 0.0).amax())
-    others = (None if g is None else g / unit for g in (grad_nll, grad_lse))
-    coefficients = row_coefficients(
-        grad / unit, lse, labels, valid, class_weight, label_smoothing, z_loss, vocab, *others
+    gradients = grad, grad_nll, grad_lse
+    largest = torch.zeros((), dtype=torch.int32, device=hidden.device)
+    packed, sorted_labels, order, place, count = pack(
+        hidden, labels, ignore_index, dtype, vocab, largest=largest, gradients=gradients
     )
-    packed = packed_rows(hidden, order, count, dtype)
     marked = marks is not None and len(marks) > 0 and not need_bias and not label_smoothing
     filters = marked and filter_hidden > 0, marked and filter_weight > 0
     slices = _Slices.of(
@@ -185,17 +182,20 @@ def linear_ce_backward(
     d_hidden = _row_sums(packed, weight, hidden.dtype, slices, filters[0], tile_bytes) if need_hidden else None
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else weight.new_empty(0)
     d_bias = torch.zeros(vocab if need_bias else 0, dtype=torch.float32, device=hidden.device)
-    row_data = [labels[order], lse[order], *(c[order] for c in coefficients)]
+    *row_data, unit = coefficients(
+        gradients, lse, sorted_labels, order, count, largest, class_weight, label_smoothing, z_loss, vocab
+    )
+    row_data = [sorted_labels, *row_data]
     whole_hidden, whole_weight = count, count  # how many rows the slices take into dX, dW
     seen = None
     if marked:
         assert marks is not None
-        everything, seen = _filtered(
+        whole, seen = _filtered(
             packed, weight, bias, row_data, count, unit, scale, softcap, marks, d_hidden if filters[0] else None,
             d_weight if need_weight and filters[1] else None, tile_bytes,
         )  # fmt: skip
-        whole_hidden = count * everything if filters[0] else count
-        whole_weight = count * everything if filters[1] else count
+        whole_hidden = whole if filters[0] else count
+        whole_weight = whole if filters[1] else count
         if (need_hidden and not filters[0]) or (need_weight and not filters[1]):
             seen = None  # the slices have work of their own
     _add_slices(
@@ -222,19 +222,18 @@ def _filtered(
     d_weight: Tensor | None,
     workspace: int,
 ) -> tuple[Tensor, Seen]:
-    """Add what the marks keep; () bool, whether nothing was added because everything must be computed."""
+    """Add what the marks keep; nothing if everything must be computed. () int64: how many rows that is still to do."""
     vocab = weight.shape[0]
     beside = 0 if d_hidden is None else sum_bytes(len(packed), packed.shape[1], d_hidden.digits)
     capacity = _capacity(len(packed), vocab, packed.element_size(), beside, workspace)
-    lists = listed(marks, vocab, capacity, d_weight is not None)
+    lists = listed(marks, count, vocab, capacity, d_weight is not None)
     seen = Seen(lists)
-    some = count * ~lists.everything
-    taken = add_sample(packed, weight, bias, row_data[:3], some, unit, scale, softcap, marks, d_hidden, d_weight)
+    taken = add_sample(packed, weight, bias, row_data[:3], lists.some, unit, scale, softcap, marks, d_hidden, d_weight)
     add_filtered(
         packed, weight, bias, row_data[:4], count, unit, scale, softcap, lists, seen, capacity, taken, d_hidden,
         d_weight,
     )  # fmt: skip
-    return lists.everything, seen
+    return lists.whole, seen
 
 
 def _add_slices(
@@ -260,23 +259,23 @@ def _add_slices(
     (rows, width), vocab, dtype, device = packed.shape, weight.shape[0], packed.dtype, packed.device
     blocks = slices.blocks
     columns = slices.columns(0 if d_hidden is None else sum_bytes(rows, width, d_hidden.digits), workspace)
+    # once to the end: kernels are compiled by their first launch, and a step in the middle of training should not wait
+    digits = None if d_hidden is None else d_hidden.digits
+    problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, digits, d_weight is None)
+    if seen is not None and problem in _compiled and seen.nothing_else():
+        return
     height = triton.cdiv(rows, blocks.n)
     bias_parts = torch.zeros(height if d_bias is not None else 0, columns, dtype=torch.float32, device=device)
     # zeros: rows that do not count are never written
     own = torch.zeros(rows, columns, dtype=dtype, device=device)
     kept = whole_weight is not counts[0]
     labels, lse, coef_p, coef_label, coef_weight = row_data
-    if d_bias is None:
+    if d_bias is None and (d_hidden is None or d_weight is None or whole_hidden is whole_weight):
         # rows that go nowhere are not computed
-        count = torch.maximum(
-            whole_hidden if d_hidden is not None else count * 0, whole_weight if d_weight is not None else count * 0
-        )
+        count = whole_weight if d_hidden is None else whole_hidden
     programs = processors(device) * (1 if blocks.tma else 1 << 20)
     group = max(1, min(cached_rows(device, width * packed.element_size()) // 2 // blocks.n, height))
     readable_rows = descriptor(packed, [blocks.n, blocks.h]) if blocks.tma else packed
-    # once to the end: kernels are compiled by their first launch, and a step in the middle of training should not wait
-    digits = None if d_hidden is None else d_hidden.digits
-    problem = (device, -(-rows // 128), width, vocab, columns, dtype, weight.dtype, digits, d_weight is None)
     launch_dz, launch_product = Launches(_dz_kernel), products()
     for first, wide, dz in slices.rooms(own, d_weight):
         if seen is not None and problem in _compiled and seen.nothing_else():

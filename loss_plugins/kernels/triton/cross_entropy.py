@@ -17,11 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .._rows import row_coefficients, row_terms
-from ._common import INTERPRETED, before_transform, on, processors, transform
+from ._common import INTERPRETED, before_transform, on, processors, reused, transform
 
 BLOCK = 8192  # entries of a row at a time: 16 KiB of half logits in flight a program
 
 
+@reused
 @triton.jit
 def _cross_entropy_kernel(
     logits,  # (B, T, V)
@@ -106,6 +107,7 @@ def _cross_entropy_kernel(
         tl.store(best + i_n, tl.min(tl.where(b_max == b_top, b_best, V - 1), 0))
 
 
+@reused
 @triton.jit
 def _cross_entropy_backward_kernel(
     logits,  # (B, T, V)

@@ -37,6 +37,7 @@ from ._common import (
     on,
     precision,
     processors,
+    reused,
     softmax_gradient,
     transform,
 )
@@ -44,6 +45,7 @@ from .marks import MARKED_ROWS, Lists, place_of, place_words
 from .sums import RowSums, add_tile
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks", "i_round", "R"])
 def _vectors_kernel(
     hidden,  # (N, H), rows that count first
@@ -105,6 +107,7 @@ def _vectors_kernel(
     tl.store(out + o_vector[None, :] * 128 + o_r[:, None], b_dz.to(out.dtype.element_ty), mask=m_v[None, :])
 
 
+@reused
 @triton.jit(do_not_specialize=["i_round", "R"])
 def _dx_kernel(
     weight,  # (V, H)
@@ -112,7 +115,7 @@ def _dx_kernel(
     coef_p,  # (N,) float32
     coef_label,
     count,  # () int64
-    everything,  # () bool
+    everything,  # () int64
     taken,  # (N,) float32, what the sample has
     columns,  # (pairs,) int32
     lists,  # (B, R) int64
@@ -169,7 +172,7 @@ def _dx_kernel(
     if i_round == 0:
         b_whole = tl.load(coef_p + o_n, mask=m_n, other=0.0) - tl.load(coef_label + o_n, mask=m_n, other=0.0)
         b_whole -= tl.load(taken + o_n, mask=m_n, other=0.0)
-        b_missing += tl.where(tl.load(everything), 0.0, b_whole)
+        b_missing += tl.where(tl.load(everything) != 0, 0.0, b_whole)
     b_out += (b_missing * scale)[:, None] * tl.load(mean + o_h, mask=m_h, other=0.0)[None, :]
     if TMA:
         i_row = (i_b * 128).to(tl.int32)
@@ -180,6 +183,7 @@ def _dx_kernel(
         tl.store(p_out, tl.load(p_out, mask=m_out, other=0.0) + b_out, mask=m_out)
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks", "N", "i_round"])
 def _dw_kernel(
     hidden,  # (N, H), rows that count first, zeros behind
@@ -326,10 +330,10 @@ class Seen:
     def __init__(self, lists: Lists) -> None:
         self._most = lists.rounds
         self._told: Tensor | None = None
-        device = lists.everything.device
+        device = lists.decided.device
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._told = torch.full((2,), -1, dtype=torch.int64, pin_memory=True)
-            self._told.copy_(torch.stack([lists.everything.long(), lists.used]), non_blocking=True)
+            self._told.copy_(lists.decided, non_blocking=True)
 
     def rounds(self) -> int:
         """How many rounds have work, or all."""

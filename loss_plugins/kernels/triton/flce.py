@@ -35,6 +35,7 @@ from ._common import (
     is_bulk_readable,
     logits_tile,
     on,
+    reused,
     transform,
 )
 from .backward import linear_ce_backward
@@ -46,6 +47,7 @@ from .rows import by_label, packed_rows
 LIMIT = 60.0  # exp(60) * 2**20 columns is far below bfloat16's largest number
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "tiles"])
 def _exp_kernel(
     hidden,  # (N, H) descriptor
@@ -138,6 +140,7 @@ def _exp_kernel(
         tl.store(parts + 2 * size + o_part, b_top)
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "tiles"])
 def _raised_kernel(
     out,  # (N, columns) bfloat16
@@ -171,6 +174,7 @@ def _raised_kernel(
         tl.store(p_out, b_exp.to(out.dtype.element_ty), mask=m_raised[:, None])
 
 
+@reused
 @triton.jit(do_not_specialize=["n", "V", "ends_row"])
 def _ends_kernel(
     merged,  # (6, n) float32: offset, sum without the label, -, -, moment without the label, -

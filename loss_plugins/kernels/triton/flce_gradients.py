@@ -29,11 +29,13 @@ from ._common import (
     has_warpgroups,
     on,
     processors,
+    reused,
 )
 from .product import fitting
 from .sums import digits_for, joined, parted
 
 
+@reused
 @triton.jit(do_not_specialize=["n", "V", "programs"])
 def _dw_kernel(
     exps,  # (n, V) descriptor, zero at the labels
@@ -154,6 +156,7 @@ class HeadGradient:
         self.done += 1
 
 
+@reused
 @triton.jit(do_not_specialize=["n"])
 def _dx_kernel(
     product,  # (n, H) float32, E @ W

@@ -19,13 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._rows import row_terms
 from ._common import (
     Blocks,
     blocks_for,
     cached_rows,
     can_cast,
     can_tma,
+    cdiv,
     compute_dtype,
     descriptor,
     exp_difference,
@@ -36,15 +36,17 @@ from ._common import (
     on,
     precision,
     processors,
+    reused,
     transform,
 )
 from .marks import MARKED_ROWS, Marks, hot_reference, is_markable, marks_of
-from .rows import counted_first, packed_rows
+from .row_numbers import losses, pack
 
 CAST_BYTES = 64 << 20
 """What a part of the weight that is cast takes: room beside the results, and still many tiles."""
 
 
+@reused
 @triton.jit(do_not_specialize=["first", "V", "i_slice", "slices", "tiles", "N"])
 def _linear_ce_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
@@ -224,6 +226,7 @@ def hot_of(hot, o_n, m_n, N, HOT: tl.constexpr):
     return b_hot
 
 
+@reused
 @triton.jit
 def _label_logits_kernel(
     hidden,  # (N, H), rows that count first
@@ -231,7 +234,7 @@ def _label_logits_kernel(
     bias,  # (V,)
     labels,  # (N,) int64
     count,  # () int64
-    out,  # (N,) float32, zeros
+    out,  # (N,) float32
     hidden_row,
     hidden_col,
     weight_row,
@@ -275,13 +278,13 @@ def label_logits(
     softcap: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(N,) float32 logit of each row's label, 0 in rows that do not count."""
+    """(N,) float32 logit of the label of each row that counts."""
     rows, width = hidden.shape
     weight = gathered(weight, dtype)
-    out = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
+    out = torch.empty(rows, dtype=torch.float32, device=hidden.device)
     block = 64 if dtype.itemsize == 2 else 32
     with on(hidden.device):
-        _label_logits_kernel[(triton.cdiv(rows, block),)](
+        _label_logits_kernel[(cdiv(rows, block),)](
             hidden, weight, bias if bias is not None else hidden, labels, count, out,
             hidden.stride(0), hidden.stride(1), weight.stride(0), weight.stride(1), float(scale), float(softcap),
             H=width, BLOCK_N=block, BLOCK_H=64 if weight.dtype.itemsize == 2 else 32, DTYPE=compute_dtype(dtype),
@@ -297,6 +300,7 @@ def strips_of(n, programs, tiles, BLOCK_N: tl.constexpr):
     return tl.maximum(tl.minimum(programs // tl.maximum(tl.cdiv(n, BLOCK_N), 1), tiles), 1)
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "slices", "programs", "tiles"])
 def _merge_kernel(
     parts,  # (6, slices, programs, BLOCK_N) float32
@@ -388,42 +392,34 @@ def linear_ce_forward(
     With ``below`` above 0 the backward leaves out columns in which no row of a block reaches that probability, unless
     a row of the block would lose more than ``bound``. ``dropped`` is at most what a row loses; marks: see `marks_of`.
     """
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    order, place, count = counted_first(labels, ignore_index)
-    valid = labels != ignore_index
-    packed = packed_rows(hidden, order, count, dtype)
-    readable = can_cast(packed, weight, dtype) or can_tma(packed, weight, dtype)
-    blocks = blocks_for(rows, dtype, readable, tall=True, device=hidden.device)
+    rows, vocab, device = hidden.shape[0], weight.shape[0], hidden.device
+    # marks, and behind them which classes are some row's label
+    words = torch.zeros(
+        cdiv(rows, MARKED_ROWS) + 1 if below > 0 else 0, cdiv(vocab, 32), dtype=torch.int32, device=device
+    )
+    packed = pack(hidden, labels, ignore_index, dtype, vocab, words[-1] if below > 0 else None)
+    readable = can_cast(packed.rows, weight, dtype) or can_tma(packed.rows, weight, dtype)
+    blocks = blocks_for(rows, dtype, readable, tall=True, device=device)
     mark = below > 0 and is_markable(rows, blocks.n, dtype)
-    sorted_labels = labels[order]
-    words = hidden.new_zeros(triton.cdiv(rows, MARKED_ROWS) if mark else 0, triton.cdiv(vocab, 32), dtype=torch.int32)
-    hot = packed.new_zeros(0)
+    hot = packed.rows.new_empty(0)
     if mark:
-        hot = hot_reference(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
+        hot = hot_reference(packed.rows, weight, bias, words[-1], packed.count, scale, softcap, dtype)
     merged, top = _row_sums(
-        packed, weight, bias, class_weight, count, blocks, scale, softcap, label_smoothing > 0, want_entropy,
-        want_predicted, words, hot, below,
+        packed.rows, weight, bias, class_weight, packed.count, blocks, scale, softcap, label_smoothing > 0,
+        want_entropy, want_predicted, words, hot, below,
     )  # fmt: skip
-    target = label_logits(packed, weight, bias, sorted_labels, count, scale, softcap, dtype)
-    marks = Marks.none(hidden, vocab, below)
+    target = label_logits(packed.rows, weight, bias, packed.labels, packed.count, scale, softcap, dtype)
     if mark:
         marks = marks_of(
-            words, vocab, sorted_labels, count, merged[0], merged[1], merged[5], target, bound, want_dropped
+            words[:-1], vocab, packed.labels, packed.count, merged[0], merged[1], merged[5], target, bound, want_dropped
         )
-    dropped = marks.dropped[place] if want_dropped else merged.new_zeros(0)
-    max_, sum_, _, weighted, moment, _ = merged[:, place]
-    target = target[place]
-    loss, nll, lse = row_terms(
-        max_, sum_, target, weighted if label_smoothing else None, labels, valid, class_weight, label_smoothing, z_loss,
-        vocab,
+    else:
+        marks = Marks.none(hidden, vocab, below)
+    results = losses(
+        merged, target, top, marks.dropped, labels, packed.place, class_weight, ignore_index, label_smoothing, z_loss,
+        vocab, want_entropy, want_predicted, want_dropped,
     )  # fmt: skip
-    entropy = sum_.new_zeros(0)
-    if want_entropy:
-        entropy = torch.where(valid, sum_.log() - moment / sum_, 0.0)
-    predicted = labels.new_zeros(0)
-    if want_predicted:
-        predicted = torch.where(valid, top[place].to(torch.int64), ignore_index)
-    return loss, nll, lse, entropy, predicted, dropped, marks.words
+    return (*results, marks.words)
 
 
 def _row_sums(
@@ -447,7 +443,7 @@ def _row_sums(
     mark = len(hot) > 0
     cast = can_cast(packed, weight, dtype)
     columns = cast_columns(width, dtype, blocks) if cast and blocks.tma else vocab
-    slices, tiles = triton.cdiv(vocab, columns), triton.cdiv(min(columns, vocab), blocks.v)
+    slices, tiles = cdiv(vocab, columns), cdiv(min(columns, vocab), blocks.v)
     programs = programs_for(rows, packed.stride(0) * packed.element_size(), tiles, blocks, device)
     parts = torch.empty(6, slices, programs, blocks.n, dtype=torch.float32, device=device)
     best = torch.empty(slices if want_predicted else 0, programs, blocks.n, dtype=torch.int32, device=device)
@@ -492,7 +488,7 @@ def merge_strips(
     """((6, N) anchor, sum, -, weighted sum, moment, kept; (N,) best) of the rows that count, else 0."""
     merged = torch.zeros(6, rows, dtype=torch.float32, device=parts.device)
     top = torch.zeros(rows if want_predicted else 0, dtype=torch.int32, device=parts.device)
-    _merge_kernel[(triton.cdiv(rows, blocks.n),)](
+    _merge_kernel[(cdiv(rows, blocks.n),)](
         parts, best, count, merged, top, rows, parts.shape[1], parts.shape[2], tiles, BLOCK_N=blocks.n,
         HAS_SMOOTHING=smoothing, WANT_ENTROPY=want_entropy, WANT_BEST=want_predicted,
         MARKED=marked,
@@ -512,7 +508,7 @@ def programs_for(rows: int, row_bytes: int, tiles: int, blocks: Blocks, device: 
     its rows again for each tile of the vocabulary: where all rows are much more than the cache holds, no more than stay
     there.
     """
-    height, slots = triton.cdiv(rows, blocks.n), processors(device)
+    height, slots = cdiv(rows, blocks.n), processors(device)
     cached = max(1, cached_rows(device, row_bytes) // blocks.n)
     # an H200's forward of 38 and of 67 MB of rows is as fast as its cache of 60 MB lets it be already
     least = -(-slots // cached) if height > cached * 8 // 3 else 1

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import compute_dtype, gathered, logits_tile, on, precision, processors, transform
+from ._common import cdiv, compute_dtype, gathered, logits_tile, on, precision, processors, reused, transform
 
 MARKED_ROWS = 128
 MOST_HOT = 4096
@@ -44,8 +44,8 @@ class Marks:
     @classmethod
     def none(cls, hidden: Tensor, vocab: int, below: float) -> Marks:
         """Where nothing is left out: no words, or all columns count if a filter was asked for."""
-        blocks = triton.cdiv(hidden.shape[0], MARKED_ROWS) if below > 0 else 0
-        words = torch.full((blocks, triton.cdiv(vocab, 32)), -1, dtype=torch.int32, device=hidden.device)
+        blocks = cdiv(hidden.shape[0], MARKED_ROWS) if below > 0 else 0
+        words = torch.full((blocks, cdiv(vocab, 32)), -1, dtype=torch.int32, device=hidden.device)
         return cls(words, torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device))
 
 
@@ -54,6 +54,7 @@ def is_markable(rows: int, block: int, dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 and block % MARKED_ROWS == 0 and rows >= 2 * MARKED_ROWS
 
 
+@reused
 @triton.jit(do_not_specialize=["N"])
 def _hot_kernel(
     hidden,  # (N, H), rows that count first
@@ -117,7 +118,7 @@ def hot_reference(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    classes: Tensor,  # (ceil(V / 32),) int32: bit v % 32 of word v // 32 says whether v is some row's label
     count: Tensor,
     scale: float,
     softcap: float,
@@ -126,8 +127,8 @@ def hot_reference(
     """(strips, N) log-sum-exp over the classes that are some row's label, the first `MOST_HOT` of them."""
     (rows, width), vocab = hidden.shape, weight.shape[0]
     weight = gathered(weight, dtype)
-    columns, hot_count = distinct(labels, min(MOST_HOT, rows, vocab), vocab)
-    height = triton.cdiv(rows, 128)
+    columns, hot_count = set_bits(classes, min(MOST_HOT, rows, vocab))
+    height = cdiv(rows, 128)
     strips = max(1, min(8, processors(hidden.device) // height))
     out = torch.empty(strips, rows, dtype=torch.float32, device=hidden.device)
     with on(hidden.device):
@@ -141,37 +142,43 @@ def hot_reference(
     return out
 
 
-def distinct(labels: Tensor, most: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """((most,) the distinct labels inside the vocabulary, the smallest first, then zeros; () how many)."""
-    columns, found = labels.new_zeros(most), labels.new_empty(())
-    with on(labels.device):
-        _distinct_kernel[(1,)](labels.sort().values, columns, found, len(labels), most, vocab, BLOCK=1024)
-    return columns, found
+def set_bits(words: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """((most,) int64 the first bits of ``words`` that are set, what is behind them undefined; () how many)."""
+    found, count = words.new_empty(most, dtype=torch.int64), words.new_empty((), dtype=torch.int64)
+    with on(words.device):
+        _set_bits_kernel[(cdiv(len(words), 64),)](words, found, count, len(words), most, BLOCK=64)
+    return found, count
 
 
-@triton.jit(do_not_specialize=["N", "most", "V"])
-def _distinct_kernel(
-    ordered,  # (N,) int64, sorted
-    columns,  # (most,) int64
-    found,  # () int64
-    N,
+@reused
+@triton.jit(do_not_specialize=["W", "most"], do_not_specialize_on_alignment=["words"])
+def _set_bits_kernel(
+    words,  # (W,) int32
+    found,  # (most,) int64
+    count,  # () int64
+    W,
     most,
-    V,
     BLOCK: tl.constexpr,
 ):
-    total = 0
-    for i in range(0, N, BLOCK):
-        o = i + tl.arange(0, BLOCK)
-        b_label = tl.load(ordered + o, mask=o < N, other=-1)
-        b_before = tl.load(ordered + o - 1, mask=(o > 0) & (o < N), other=-1)
-        b_new = (b_label >= 0) & (b_label < V) & (b_label != b_before)
-        b_place = total + tl.cumsum(b_new.to(tl.int32)) - 1
-        tl.store(columns + b_place, b_label, mask=b_new & (b_place < most))
-        total += tl.sum(b_new.to(tl.int32))
-    tl.store(found, tl.minimum(total, most))
+    i_first = tl.program_id(0) * BLOCK
+    before = 0
+    for i in range(0, i_first, 1024):
+        o = i + tl.arange(0, 1024)
+        before += tl.sum(bits_in(tl.load(words + o, mask=o < i_first, other=0)))
+    o_w = i_first + tl.arange(0, BLOCK)
+    b_word = tl.load(words + o_w, mask=o_w < W, other=0)
+    b_count = bits_in(b_word)
+    b_place = before + tl.cumsum(b_count) - b_count
+    o_bit = tl.arange(0, 32)[None, :]
+    b_place = b_place[:, None] + bits_in(b_word[:, None] & ((1 << o_bit) - 1))
+    m_set = ((b_word[:, None] >> o_bit) & 1) == 1
+    tl.store(found + b_place, o_w[:, None] * 32 + o_bit, mask=m_set & (b_place < most))
+    if i_first + BLOCK >= W:
+        tl.store(count, tl.minimum(before + tl.sum(b_count), most))
 
 
 # rows of one matrix: whether they begin on 16 bytes depends on the number of rows
+@reused
 @triton.jit(do_not_specialize=["N", "V", "W"], do_not_specialize_on_alignment=["maximum", "sums", "kept", "target"])
 def _lost_kernel(
     labels,  # (N,) int64, rows that count first
@@ -210,6 +217,7 @@ def _lost_kernel(
     tl.atomic_or(words + i_b.to(tl.int64) * W + b_label // 32, 1 << (b_label % 32), mask=m_label)
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks", "V", "W"])
 def _whole_kernel(
     words,  # (blocks, W) int32
@@ -274,7 +282,7 @@ def marks_of(
     ``bound`` 1 only steps in where a row is no number. ``dropped`` is zeros unless it is wanted.
     """
     (blocks, width), rows, device = words.shape, len(sums), words.device
-    tiles = triton.cdiv(width, 128)
+    tiles = cdiv(width, 128)
     pairs = torch.empty(blocks, tiles, dtype=torch.int32, device=device)
     lost = torch.empty(blocks, MARKED_ROWS, dtype=torch.float32, device=device)
     totals = torch.empty(3, blocks, dtype=torch.float32, device=device)
@@ -284,11 +292,10 @@ def marks_of(
         _whole_kernel[(blocks, tiles)](
             words, count, totals, pairs, whole, blocks, vocab, width, bound, BLOCK=128, BOUNDED=bound < 1
         )
-    dropped = lost.new_zeros(rows)
     if want_dropped:
         everything = (whole > 0) | (pairs.sum() > most_pairs(blocks, vocab))
-        dropped = torch.where(everything[:, None], 0.0, lost).view(-1)[:rows]
-    return Marks(words, dropped)
+        lost = torch.where(everything[:, None], 0.0, lost)
+    return Marks(words, lost.view(-1)[:rows])
 
 
 def most_pairs(blocks: int, vocab: int) -> int:
@@ -297,8 +304,8 @@ def most_pairs(blocks: int, vocab: int) -> int:
 
 
 def rounds_for(blocks: int, vocab: int, capacity: int) -> int:
-    """How many rounds of at most ``capacity`` pairs all that are listed take."""
-    return triton.cdiv(most_pairs(blocks, vocab), _share(blocks, capacity))
+    """How many rounds of at most ``capacity`` pairs all that are listed take, at least one."""
+    return max(cdiv(most_pairs(blocks, vocab), _share(blocks, capacity)), 1)
 
 
 def _share(blocks: int, capacity: int) -> int:
@@ -309,14 +316,15 @@ def _share(blocks: int, capacity: int) -> int:
 def listed_bytes(blocks: int, vocab: int) -> int:
     """What the marks and `Lists` take: a bit and, for all that may be listed, about three quarters of a byte for each
     column and block, and the order of the columns."""
-    tiles = triton.cdiv(vocab, 128)
-    return blocks * triton.cdiv(vocab, 32) * 4 + tiles * blocks * 40 + 4 * most_pairs(blocks, vocab) + 8 * vocab
+    tiles = cdiv(vocab, 128)
+    return blocks * cdiv(vocab, 32) * 4 + tiles * blocks * 40 + 4 * most_pairs(blocks, vocab) + 8 * vocab
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks"])
 def _order_kernel(
     words,  # (blocks, W) int32
-    keys,  # (V,) int32
+    keys,  # (V,) int16 or int32
     blocks,
     V,
     W,
@@ -339,15 +347,16 @@ def _order_kernel(
     tl.store(keys + o_v, tl.where(b_count > 0, b_key, 0), mask=m_v)
 
 
+@reused
 @triton.jit(do_not_specialize=["blocks"])
 def _tile_kernel(
     words,  # (blocks, W) int32
     order,  # (V,) int64
-    keys,  # (V,) int32, in that order
+    keys,  # (V,), in that order
     bits,  # (tiles, blocks, 8) int32
     block_of,  # (tiles, blocks) int32
     live,  # (tiles,) int32
-    counts,  # (blocks, tiles) int32, zeros
+    counts,  # (blocks, tiles) int32
     blocks,
     V,
     W,
@@ -374,6 +383,9 @@ def _tile_kernel(
             tl.store(block_of + i_t.to(tl.int64) * blocks + i_live, i_b)
             tl.store(counts + i_b * tiles + i_t, here)
             i_live += tl.where(here > 0, 1, 0)
+    else:
+        for i_first in range(0, blocks, 128):
+            tl.store(counts + (i_first + o_c) * tiles + i_t, 0, mask=i_first + o_c < blocks)
     tl.store(live + i_t, i_live)
 
 
@@ -396,40 +408,102 @@ def place_of(b_word, b_before, o_c):
     return ((b_word >> (o_c % 32)) & 1) == 1, b_before + bits_in(b_below)
 
 
-@triton.jit(do_not_specialize=["blocks", "R"])
+@reused
+@triton.jit(do_not_specialize=["blocks", "tiles", "R", "share", "most"])
+def _rounds_kernel(
+    before,  # (blocks, tiles + 1) int64, pairs of a block in the tiles before
+    total,  # (tiles + 1,) int64, of all blocks
+    count,  # () int64, rows that count
+    decided,  # (6,) int64, see `listed`
+    edges,  # (R + 1,) int64
+    starts,  # (blocks, R) int64, ``before`` where a round begins
+    lists,  # (blocks, R) int64
+    vectors,  # (blocks, R) int64
+    sizes,  # (blocks, R) int64
+    chunks,  # (blocks + 1, R) int64
+    blocks,
+    tiles,
+    R,
+    share,
+    most,
+):
+    """What `Lists` says of a round: the tiles whose pairs begin inside its share, none if everything is computed."""
+    i_r = tl.program_id(0)
+    pairs = tl.load(total + tiles)
+    rest = tl.where(pairs > most, 0, pairs)
+    first, last = 0, 0
+    for i_t in range(0, tiles, 1024):
+        o_t = i_t + tl.arange(0, 1024)
+        b_total = tl.load(total + o_t, mask=o_t < tiles, other=1 << 62)
+        first += tl.sum((b_total < i_r.to(tl.int64) * share).to(tl.int32))
+        last += tl.sum((b_total < (i_r.to(tl.int64) + 1) * share).to(tl.int32))
+    first = tl.where(pairs > most, 0, first)
+    last = tl.where(pairs > most, 0, tl.where(i_r == R - 1, tiles, last))
+    begin, vector, chunk = pairs * 0, pairs * 0, pairs * 0
+    for i_first in range(0, blocks, 64):
+        o_b = i_first + tl.arange(0, 64)
+        m_b = o_b < blocks
+        p_before = before + o_b.to(tl.int64) * (tiles + 1)
+        b_all = tl.load(p_before + tiles, mask=m_b, other=0)
+        b_start = tl.load(p_before + first, mask=m_b, other=0)
+        b_size = tl.load(p_before + last, mask=m_b, other=0) - b_start
+        b_chunks = (b_size + 127) // 128
+        o_out = o_b * R + i_r
+        tl.store(starts + o_out, b_start, mask=m_b)
+        tl.store(lists + o_out, begin + tl.cumsum(b_all) - b_all + b_start, mask=m_b)
+        tl.store(vectors + o_out, vector + tl.cumsum(b_size) - b_size, mask=m_b)
+        tl.store(sizes + o_out, b_size, mask=m_b)
+        tl.store(chunks + o_out, chunk + tl.cumsum(b_chunks) - b_chunks, mask=m_b)
+        begin += tl.sum(b_all)
+        vector += tl.sum(b_size)
+        chunk += tl.sum(b_chunks)
+    tl.store(chunks + blocks * R + i_r, chunk)
+    tl.store(edges + i_r + 1, last)
+    if i_r == 0:
+        tl.store(edges, first)
+        n = tl.load(count)
+        tl.store(decided, tl.where(pairs > most, 1, 0))
+        tl.store(decided + 1, (rest + share - 1) // share)
+        tl.store(decided + 2, tl.where(pairs > most, 0, n))
+        tl.store(decided + 4, tl.where(pairs > most, n, 0))
+
+
+@reused
+@triton.jit(do_not_specialize=["blocks", "R", "share"])
 def _list_kernel(
     order,  # (V,) int64
     bits,  # (tiles, blocks, 8) int32
     block_of,  # (tiles, blocks) int32
     live,  # (tiles,) int32
-    begins,  # (blocks,) int64, where a block's columns begin
     before,  # (blocks, tiles + 1) int64, pairs of a block in the tiles before
-    rounds,  # (tiles,) int64
-    round_before,  # (blocks, R + 1) int64, the same where a round begins
-    round_begins,  # (blocks, R) int64, where a block's vectors begin in the round's workspace
-    everything,  # () bool
+    total,  # (tiles + 1,) int64, of all blocks
+    starts,  # (blocks, R) int64, ``before`` where a round begins
+    lists,  # (blocks, R) int64, where a block's columns of a round begin
+    vectors,  # (blocks, R) int64, where its vectors begin in the round's workspace
+    everything,  # () int64
     columns,  # (pairs,) int32
     base,  # (tiles, blocks) int32, where the vectors of a tile and block begin in the workspace
     blocks,
     V,
     tiles,
     R,
+    share,
 ):
     i_t = tl.program_id(0)
-    if tl.load(everything):
+    if tl.load(everything) != 0:
         return
     o_c = tl.arange(0, 128)
     o_j = i_t * 128 + o_c
     o_v = tl.load(order + o_j, mask=o_j < V, other=0).to(tl.int32)
-    i_round = tl.load(rounds + i_t)
+    i_round = tl.load(total + i_t) // share
     for i_live in range(tl.load(live + i_t)):
         slot = i_t.to(tl.int64) * blocks + i_live
         i_b = tl.load(block_of + slot).to(tl.int64)
         m_c, b_place = place_in_tile(bits, slot, o_c)
-        i_before = tl.load(before + i_b * (tiles + 1) + i_t)
-        tl.store(columns + tl.load(begins + i_b) + i_before + b_place, o_v, mask=m_c)
-        i_base = tl.load(round_begins + i_b * R + i_round) + i_before - tl.load(round_before + i_b * (R + 1) + i_round)
-        tl.store(base + slot, i_base.to(tl.int32))
+        i_of = i_b * R + i_round
+        i_inside = tl.load(before + i_b * (tiles + 1) + i_t) - tl.load(starts + i_of)
+        tl.store(columns + tl.load(lists + i_of) + i_inside + b_place, o_v, mask=m_c)
+        tl.store(base + slot, (tl.load(vectors + i_of) + i_inside).to(tl.int32))
 
 
 @dataclass(frozen=True)
@@ -437,8 +511,9 @@ class Lists:
     """What the kernels of the filtered backward walk. T tiles, B blocks, R rounds.
 
     Attributes:
-        everything: () bool; then no round has any work, and all is to be computed.
-        used: () int64, how many rounds have any.
+        decided: (2,) int64: whether all is to be computed, since too many count, and then no round has any work; how
+            many rounds have any.
+        some: () int64, how many rows count, 0 if all is to be computed; ``whole``: 0 if not.
         order: (V,) int64, the columns, those of most blocks first.
         columns: (pairs,) int32, each block's columns.
         bits: (T, B, 8) int32, which columns of a tile count for a block, see `place_in_tile`.
@@ -451,8 +526,9 @@ class Lists:
         chunks: (B + 1, R) int64, chunks of 128 of them, in the blocks before.
     """
 
-    everything: Tensor
-    used: Tensor
+    decided: Tensor
+    some: Tensor
+    whole: Tensor
     order: Tensor
     columns: Tensor
     bits: Tensor
@@ -466,29 +542,34 @@ class Lists:
     chunks: Tensor
 
     @property
+    def everything(self) -> Tensor:
+        """() int64, whether all is to be computed."""
+        return self.decided[0]
+
+    @property
     def rounds(self) -> int:
         return self.lists.shape[1]
 
 
-def listed(words: Tensor, vocab: int, capacity: int, ordered: bool) -> Lists:
-    """The lists of the marks ``words``, in rounds of at most ``capacity`` pairs.
+def listed(words: Tensor, count: Tensor, vocab: int, capacity: int, ordered: bool) -> Lists:
+    """The lists of the marks ``words`` for ``count`` rows, in rounds of at most ``capacity`` pairs.
 
     ``ordered`` sorts the columns; what only walks a block's columns (dX) does not need it.
     """
     blocks, device = words.shape[0], words.device
-    tiles, most = triton.cdiv(vocab, 128), most_pairs(blocks, vocab)
+    tiles, most = cdiv(vocab, 128), most_pairs(blocks, vocab)
     share = _share(blocks, capacity)
     rounds = rounds_for(blocks, vocab, capacity)
-    keys = torch.empty(vocab, dtype=torch.int32, device=device)
+    # half as many bits are sorted in half as many passes
+    short = 2 * blocks * blocks + blocks < 1 << 15
+    keys = torch.empty(vocab, dtype=torch.int16 if short else torch.int32, device=device)
     with on(device):
-        _order_kernel[(triton.cdiv(vocab, 256),)](words, keys, blocks, vocab, words.shape[1], BLOCK=256, num_warps=4)
-    order = torch.arange(vocab, device=device)
-    if ordered:
-        keys, order = keys.sort(descending=True, stable=True)
+        _order_kernel[(cdiv(vocab, 256),)](words, keys, blocks, vocab, words.shape[1], BLOCK=256, num_warps=4)
+    keys, order = keys.sort(descending=True, stable=True) if ordered else (keys, torch.arange(vocab, device=device))
     bits = torch.empty(tiles, blocks, 8, dtype=torch.int32, device=device)
     block_of = torch.empty(tiles, blocks, dtype=torch.int32, device=device)
     live = torch.empty(tiles, dtype=torch.int32, device=device)
-    counts = torch.zeros(blocks, tiles, dtype=torch.int32, device=device)
+    counts = torch.empty(blocks, tiles, dtype=torch.int32, device=device)
     with on(device):
         _tile_kernel[(tiles,)](
             words, order, keys, bits, block_of, live, counts, blocks, vocab, words.shape[1], tiles, num_warps=1
@@ -497,30 +578,23 @@ def listed(words: Tensor, vocab: int, capacity: int, ordered: bool) -> Lists:
     torch.cumsum(counts, 1, out=before[:, 1:])
     del counts
     total = before.sum(0)
-    everything = total[-1] > most
-    edges = torch.searchsorted(total[:-1], torch.arange(rounds + 1, device=device) * share)
-    edges[-1:].fill_(tiles)  # an assignment would make the host wait
-    edges *= ~everything
-    round_before = before[:, edges]
-    sizes = round_before[:, 1:] - round_before[:, :-1]
-    begins = _exclusive(before[:, -1])
-    vectors = _exclusive(sizes)
-    chunks = torch.zeros(blocks + 1, rounds, dtype=torch.int64, device=device)
-    torch.cumsum((sizes + 127) // 128, 0, out=chunks[1:])
+    # decided, some and whole, of which kernels read those that begin on 16 bytes
+    numbers = torch.empty(6, dtype=torch.int64, device=device)
+    edges = torch.empty(rounds + 1, dtype=torch.int64, device=device)
+    starts, lists, vectors, sizes = (torch.empty(blocks, rounds, dtype=torch.int64, device=device) for _ in range(4))
+    chunks = torch.empty(blocks + 1, rounds, dtype=torch.int64, device=device)
     columns = torch.empty(most, dtype=torch.int32, device=device)
     base = torch.empty(tiles, blocks, dtype=torch.int32, device=device)
     with on(device):
-        _list_kernel[(tiles,)](
-            order, bits, block_of, live, begins, before, total[:-1] // share, round_before, vectors, everything,
-            columns, base, blocks, vocab, tiles, rounds, num_warps=1,
+        _rounds_kernel[(rounds,)](
+            before, total, count, numbers, edges, starts, lists, vectors, sizes, chunks, blocks, tiles, rounds, share,
+            most,
         )  # fmt: skip
-    used = (~everything * total[-1] + share - 1) // share
+        _list_kernel[(tiles,)](
+            order, bits, block_of, live, before, total, starts, lists, vectors, numbers, columns, base, blocks, vocab,
+            tiles, rounds, share, num_warps=1,
+        )  # fmt: skip
     return Lists(
-        everything, used, order, columns, bits, block_of, live, base, edges, begins[:, None] + round_before[:, :-1],
-        vectors, sizes, chunks,
+        numbers[:2], numbers[2], numbers[4], order, columns, bits, block_of, live, base, edges, lists, vectors, sizes,
+        chunks,
     )  # fmt: skip
-
-
-def _exclusive(sizes: Tensor) -> Tensor:
-    """Sums over the blocks before."""
-    return sizes.cumsum(0) - sizes

@@ -30,10 +30,12 @@ from ._common import (
     is_bulk_readable,
     on,
     processors,
+    reused,
 )
 from .sums import RowSums, add_tile
 
 
+@reused
 @triton.jit(do_not_specialize=["M", "N", "K", "programs"])
 def _product_kernel(
     left,  # (M, K) descriptor with ADD, else (K, M)

@@ -1,4 +1,4 @@
-"""The rows that carry a label first: ignored tokens then fill whole blocks at the end, which return at once.
+"""Rows in another order, and tensors times a number that the device knows.
 
 Letters: N rows, H hidden width.
 """
@@ -10,30 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import on, processors
-
-
-def counted_first(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order, place, count): the rows that carry a label first, the inverse of that, and how many, all on the device,
-    so that the host never waits to learn it."""
-    counts = labels != ignore_index
-    # so that the last entry, the count, begins on 16 bytes: an odd number of rows would compile every kernel again
-    size, shift = len(labels), (len(labels) - 1) % 2
-    before = torch.empty(size + 1, dtype=torch.int64, device=labels.device)[shift : shift + size]
-    torch.cumsum(counts, 0, out=before)
-    rows = torch.arange(len(labels), device=labels.device)
-    place = torch.where(counts, before - 1, before[-1] + rows - before)
-    return torch.empty_like(place).scatter_(0, place, rows), place, before[-1]
+from ._common import cdiv, on, processors, reused
 
 
 def by_label(labels: Tensor, valid: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(keys, order, place, count): the same, in the order of their labels, which are the first; those of rows that do
-    not count are ``vocab``."""
+    """(keys, order, place, count): the rows in the order of their labels, which are the first; those of rows that do
+    not count are ``vocab``. How many count stays on the device, so that the host never waits to learn it."""
     keys, order = torch.where(valid, labels, vocab).sort(stable=True)
     rows = torch.arange(len(labels), device=labels.device)
     return keys, order, torch.empty_like(order).scatter_(0, order, rows), valid.sum()
 
 
+@reused
 @triton.jit(do_not_specialize=["N"])
 def _rows_kernel(
     source,  # (N, H)
@@ -81,7 +69,7 @@ def _moved(source: Tensor, index: Tensor, count: Tensor, factor: Tensor | None, 
     out = torch.empty(rows, width, dtype=dtype, device=source.device)
     block_n, block_h = 4, min(1024, triton.next_power_of_2(width))
     with on(source.device):
-        _rows_kernel[(triton.cdiv(rows, block_n), triton.cdiv(width, block_h))](
+        _rows_kernel[(cdiv(rows, block_n), cdiv(width, block_h))](
             source, index, count, count if factor is None else factor, out, rows, source.stride(0), source.stride(1),
             H=width, BLOCK_N=block_n, BLOCK_H=block_h, CLEAR=factor is None, HAS_FACTOR=factor is not None,
             num_warps=4,
@@ -89,6 +77,7 @@ def _moved(source: Tensor, index: Tensor, count: Tensor, factor: Tensor | None, 
     return out
 
 
+@reused
 @triton.jit(do_not_specialize=["programs"])
 def _scale_kernel(
     source,
@@ -126,6 +115,6 @@ def _scale(source: Tensor, factor: Tensor, out: Tensor) -> None:
     size = source.numel()
     if size:
         # few programs, since most often they have nothing to do
-        programs = min(triton.cdiv(size, 4096), processors(source.device) * 16)
+        programs = min(cdiv(size, 4096), processors(source.device) * 16)
         with on(source.device):
             _scale_kernel[(programs,)](source, factor.float(), out, size, programs, BLOCK=4096, IN_PLACE=source is out)

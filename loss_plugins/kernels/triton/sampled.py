@@ -35,6 +35,7 @@ from ._common import (
     on,
     precision,
     processors,
+    reused,
     transform,
     weighted_probabilities,
 )
@@ -46,6 +47,7 @@ APART, LEAST_APART = 32, 8
 SAMPLE_BYTES = 32 << 20  # of dZ at a time
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "first", "C", "tiles", "programs"])
 def _sample_dz_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first
@@ -54,7 +56,7 @@ def _sample_dz_kernel(
     lse,  # (N,) float32
     coef_p,  # (N,) float32
     words,  # (blocks, >= W) int32
-    shift,  # () int64
+    shift,  # () int64, any number
     count,  # () int64
     out,  # (N, O * tiles * BLOCK_V) descriptor or pointer
     sums,  # (O * tiles, N) float32: sums over a tile's columns of eq. (5), zeros where no row counts
@@ -87,7 +89,7 @@ def _sample_dz_kernel(
     n = tl.load(count).to(tl.int32)
     height = tl.cdiv(n, 128)
     shares = OWN * tiles
-    i_shift = (tl.load(shift) % APART).to(tl.int32)
+    i_shift = (tl.load(shift) & (APART - 1)).to(tl.int32)
     for i_item in tl.range(tl.program_id(0), height * shares, programs, flatten=TMA):
         i_b, i_tile = _block_and_tile(i_item, height, shares, APART)
         i_o = (i_b + i_shift) % APART + i_tile // tiles * APART
@@ -134,11 +136,12 @@ def _block_and_tile(i_item, height, shares, APART: tl.constexpr):
     return i_first + i_place % turns * APART, i_place % (turns * shares) // turns
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "first", "C", "tiles"])
 def _sample_dx_kernel(
     weight,  # (W, 32 H) descriptor, or pointer to (V, H)
     dz,  # (N, O * tiles * BLOCK_V) descriptor or pointer
-    shift,  # () int64
+    shift,  # () int64, any number
     count,  # () int64
     total,  # (N, H) descriptor of half tiles, or pointer to float32
     low,  # see `RowSums`
@@ -164,7 +167,7 @@ def _sample_dx_kernel(
     n = tl.load(count).to(tl.int32)
     if i_b * 128 >= n:
         return
-    i_first = ((i_b + tl.load(shift)) % APART).to(tl.int32)
+    i_first = ((i_b + tl.load(shift)) & (APART - 1)).to(tl.int32)
     o_n = i_b * 128 + tl.arange(0, 128)
     m_n = o_n < n
     i_h = tl.program_id(1) * BLOCK_H
@@ -194,11 +197,12 @@ def _sample_dx_kernel(
         tl.store(p_out, tl.load(p_out, mask=m_out, other=0.0) + b_out, mask=m_out)
 
 
+@reused
 @triton.jit(do_not_specialize=["N", "first", "C", "tiles"])
 def _sample_dw_kernel(
     hidden,  # (N, H) descriptor or pointer, rows that count first, zeros behind
     dz,  # (N, O * tiles * BLOCK_V) descriptor or pointer
-    shift,  # () int64
+    shift,  # () int64, any number
     count,  # () int64
     factor,  # () float32
     out,  # (V, H), or descriptor of (W, 32 H)
@@ -232,7 +236,7 @@ def _sample_dw_kernel(
     o_h = i_h + tl.arange(0, BLOCK_H)
     m_h = o_h < H
     o_c = i_c + tl.arange(0, BLOCK_C)
-    i_begin = ((i_o + APART - tl.load(shift) % APART) % APART).to(tl.int32)
+    i_begin = ((i_o - tl.load(shift)) & (APART - 1)).to(tl.int32)
     turns = tl.maximum(tl.cdiv(tl.cdiv(n, 128) - i_begin, APART), 0)
     i_column = i_o // APART * (tiles * BLOCK_V) + i_c
     b_out = tl.zeros((BLOCK_C, BLOCK_H), tl.float32)
@@ -277,7 +281,7 @@ def add_sample(
     apart = columns_apart(height)
     own = 32 // apart
     labels, lse, coef_p = row_data
-    shift = labels.sum() % apart
+    shift = labels.sum()
     weight = gathered(weight, packed.dtype)
     bulk = _is_bulk(packed, weight)
     sizes = max(rows, 2 * MARKED_ROWS), packed.dtype, bulk
@@ -292,7 +296,7 @@ def add_sample(
     launch = {"num_warps": blocks.warps, "num_stages": blocks.stages}
     most = _slice_words(rows, own, whole, packed.element_size(), block)
     dz = packed.new_empty(rows, own * most)
-    taken = torch.zeros(rows, dtype=torch.float32, device=packed.device)
+    taken = torch.zeros(0 if whole else rows, dtype=torch.float32, device=packed.device)
     as_words = weight[: whole * 32].view(whole, 32 * width) if bulk else weight
     strips = triton.cdiv(width, block)
     store_bulk = bulk and width % small.v == 0 and d_weight is not None and d_weight.dtype == packed.dtype
@@ -332,7 +336,7 @@ def add_sample(
                     packed.stride(0), packed.stride(1), BLOCK_C=128, BLOCK_H=small.v, BLOCK_K=depth, TMA=bulk,
                     TMA_OUT=store_bulk, **common, num_warps=small.warps, num_stages=3,
                 )  # fmt: skip
-        taken += sums.sum(0)
+        taken = taken + sums.sum(0) if first else sums.sum(0)
     if d_weight is not None:
         d_weight[whole * 32 :].zero_()
     return taken

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import blocks_for, can_cast, can_tma, descriptor, halves_of, is_bulk_readable, on
+from ._common import blocks_for, can_cast, can_tma, descriptor, halves_of, is_bulk_readable, on, reused
 from .rows import unpacked_rows
 
 MOST_OF_FOUR = 64
@@ -69,6 +69,7 @@ def _add_half(high, low, i_row, i_column, b_half, ROWS: tl.constexpr, COLUMNS: t
     low.store([i_row, i_column * DIGITS // 8], b_low.to(tl.uint8))
 
 
+@reused
 @triton.jit(do_not_specialize=["N"])
 def _rounded_kernel(
     high,  # (N, H) int16
