@@ -239,14 +239,15 @@ def compute(
         # since the device has nothing else to do yet
         is_class = valid & (labels == labels.clamp(0, given.vocab - 1))
         bad, valid = valid ^ is_class, is_class
-        labels = torch.where(valid, labels, given.ignore_index)
+        # (a scalar in `where` is copied to the device by a call of its own)
+        labels = labels.masked_fill(bad, given.ignore_index)
 
-    each = (
-        valid.to(acc) if given.token_weight is None else torch.where(valid, given.token_weight.reshape(-1).to(acc), 0.0)
-    )
+    each = valid.to(acc)
+    if given.token_weight is not None:
+        each = given.token_weight.reshape(-1).to(acc).masked_fill(~valid, 0.0)
     counted = each
     if given.class_weight is not None:
-        counted = each * given.class_weight.to(acc)[torch.where(valid, labels, 0)]
+        counted = each * given.class_weight.to(acc)[labels.masked_fill(~valid, 0)]
     if given.reduction == "mean":
         items = given.num_items_in_batch
         total = counted.sum() if items is None else items.to(acc).reshape(())

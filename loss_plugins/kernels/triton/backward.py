@@ -401,8 +401,3 @@ class _Slices:
                 assert d_weight is not None
                 dz = d_weight.view(-1).view(own.dtype)[begin : begin + self.rows * wide].view(self.rows, wide)
             yield first, wide, dz
-
-
-def _power_of_two(largest: Tensor) -> Tensor:
-    """The power of two at or below a positive number, 1 for 0, without the host looking at it."""
-    return torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(largest))), 1.0)

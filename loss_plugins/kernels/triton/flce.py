@@ -42,7 +42,7 @@ from .backward import linear_ce_backward
 from .flce_gradients import head_gradient, put_hidden_gradient
 from .linear_ce import label_logits, linear_ce_forward, merge_strips, programs_for, strips_of
 from .product import library_product
-from .rows import by_label, packed_rows
+from .rows import by_label, packed_rows, scaled_rows
 
 LIMIT = 60.0  # exp(60) * 2**20 columns is far below bfloat16's largest number
 
@@ -300,8 +300,8 @@ def flce_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(total, dX, dW, db, nll, lse, entropy, predicted); gradients are those of the total, empty where not needed."""
     (rows, width), vocab = hidden.shape, weight.shape[0]
-    valid = labels != ignore_index
-    row_scale = torch.where(valid, row_scale.to(torch.float32), 0.0)
+    ignored = labels == ignore_index
+    row_scale = row_scale.to(torch.float32).masked_fill(ignored, 0.0)
     differentiable = need_hidden or need_weight or need_bias
     # the rows will be packed in the operands' type, so only their width can stand in the way of a bulk copy
     readable = has_bulk_copies(hidden.device) and width % 8 == 0 and weight.dtype == dtype and is_bulk_readable(weight)
@@ -310,10 +310,11 @@ def flce_forward(
             hidden, weight, bias, labels, row_scale, class_weight, ignore_index, scale, softcap, label_smoothing,
             z_loss, dtype, want_entropy, want_predicted, need_hidden, need_weight, need_bias, chunk_rows,
         )  # fmt: skip
-    keys, order, place, count = by_label(labels, valid, vocab)
+    keys, order, place, count = by_label(labels, ignored, vocab)
     blocks = blocks_for(min(rows, chunk_rows), dtype, True, kernel="exp", device=hidden.device)
     edges = _chunks(rows, chunk_rows, max(128, blocks.n))
-    known = _Rows.known(hidden, weight, bias, labels * valid, keys, order, row_scale, scale, softcap, blocks)
+    safe = labels.masked_fill(ignored, 0)
+    known = _Rows.known(hidden, weight, bias, safe, keys, order, row_scale, scale, softcap, blocks)
     # whole tiles, so that every row of the chunk begins on 16 bytes and no store is cut
     step = triton.cdiv(max(r1 - r0 for r0, r1 in edges), blocks.n) * blocks.n
     size = step, triton.cdiv(vocab, blocks.v) * blocks.v
@@ -344,13 +345,12 @@ def flce_forward(
                 left, d_hidden,
             )  # fmt: skip
         if head is not None:
-            scaled = torch.empty_like(packed)
-            torch.mul(packed, factor[:, None], out=scaled)
+            scaled = scaled_rows(packed, factor)
             head.add(exps, scaled, packed, keys[r0:r1], entry, left)
             del scaled
     predicted = labels.new_empty(0)
     if want_predicted:
-        predicted = torch.where(valid, torch.cat(best)[place].to(torch.int64), ignore_index)
+        predicted = torch.cat(best)[place].to(torch.int64).masked_fill(ignored, ignore_index)
     return (
         (ends[2] * known.scale).sum(),
         d_hidden,
