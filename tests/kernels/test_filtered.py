@@ -11,7 +11,7 @@ from test_marks import bits_of, mass, peaked
 
 from loss_plugins.kernels import ops
 from loss_plugins.kernels._rows import row_coefficients
-from loss_plugins.kernels.triton import filtered, marks, sampled
+from loss_plugins.kernels.triton import filtered, lists, marks, sampled
 from loss_plugins.kernels.triton.marks import MARKED_ROWS, most_pairs
 from loss_plugins.testing import assert_within_reference_error, relative_error
 
@@ -221,13 +221,13 @@ def test_rounds_give_what_one_gives(device, monkeypatch):
     case = Case(device, shape=(700, 64, 4001), often=260)
     _, one = case.run()
     seen = []
-    real = marks.listed
+    real = lists.listed
     monkeypatch.setattr("loss_plugins.kernels.triton.backward.LEAST_VECTORS", 1)
     monkeypatch.setattr("loss_plugins.kernels.triton.backward.listed", lambda *a: seen.append(real(*a)) or seen[-1])
     case.tile_bytes = 1
     _, several = case.run()
-    (lists,) = seen
-    assert lists.decided[1].item() >= 2 and (lists.sizes.sum(0) > 0).sum() >= 2
+    (found,) = seen
+    assert found.decided[1].item() >= 2 and (found.sizes.sum(0) > 0).sum() >= 2
     assert torch.equal(one[1], several[1])
     assert relative_error(several[0], one[0]) < 4e-3
 

@@ -9,8 +9,9 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
 
 from loss_plugins.kernels import ops  # noqa: E402
-from loss_plugins.kernels.triton import linear_ce, marks  # noqa: E402
-from loss_plugins.kernels.triton.marks import MARKED_ROWS, is_markable, listed, most_pairs, set_bits  # noqa: E402
+from loss_plugins.kernels.triton import linear_ce, lists, marks  # noqa: E402
+from loss_plugins.kernels.triton.lists import listed  # noqa: E402
+from loss_plugins.kernels.triton.marks import MARKED_ROWS, is_markable, most_pairs, set_bits  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_strip")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -323,7 +324,7 @@ def test_marked_words(device, fast):
 def _places_kernel(bits, whether, place):
     i_slot = tl.program_id(0)
     o_c = tl.arange(0, 128)
-    m_c, b_place = marks.place_in_tile(bits, i_slot, o_c)
+    m_c, b_place = lists.place_in_tile(bits, i_slot, o_c)
     tl.store(whether + i_slot * 128 + o_c, m_c.to(tl.int32))
     tl.store(place + i_slot * 128 + o_c, b_place)
 

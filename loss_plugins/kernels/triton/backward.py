@@ -49,7 +49,8 @@ from ._common import (
 )
 from .filtered import Seen, add_filtered
 from .linear_ce import CAST_BYTES
-from .marks import MARKED_ROWS, listed, listed_bytes, most_pairs, rounds_for
+from .lists import listed, listed_bytes, rounds_for
+from .marks import MARKED_ROWS, most_pairs
 from .product import add_product, products, store_product
 from .row_numbers import coefficients, pack
 from .sampled import add_sample, sample_slices

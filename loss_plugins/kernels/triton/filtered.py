@@ -41,7 +41,8 @@ from ._common import (
     softmax_gradient,
     transform,
 )
-from .marks import MARKED_ROWS, Lists, place_of, place_words
+from .lists import Lists, place_of, place_words
+from .marks import MARKED_ROWS
 from .sums import RowSums, add_tile
 
 
