@@ -35,7 +35,7 @@ from ._common import on, processors
 from .flce_gradients import HeadGradient
 from .tuning import Blocks
 
-# their names until 3.6, and after
+# as later versions name them, or Triton 3.6
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
@@ -115,8 +115,8 @@ def _added(b_sum, b_high, b_low, up):
 def _rounded(b_sum, b_low, up):
     """(upper 16 bits, ``b_low`` with the next four ``up`` below the top) of float32 numbers, rounded to the nearest.
 
-    `sums.parted` of two numbers at a time. The one NaN that the device makes, all ones but for the sign, is
-    kept from being carried into a number.
+    `sums.parted` of two numbers at a time. The NaN that the device makes is all ones but for the sign: it is kept from
+    being carried into a number.
     """
     return gl.inline_asm_elementwise(
         """
@@ -146,6 +146,7 @@ def _load(
     exps, scaled, rows, starts, last, ring_a, ring_b, full, empty, tiles, height, width, programs,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Copy operands into the ring: those of a tile's products, then the rows whose labels it has."""
     i_step = 0
     for i_tile in range(gl.program_id(0), tiles, programs):
         i_t, i_strip = grouped_tile(i_tile, height, width, 8)
@@ -198,6 +199,7 @@ def _multiply(
     programs, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     FIRST: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
+    """Multiply what the ring brings, and add it to the sums."""
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
     o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LEFT))
@@ -309,12 +311,12 @@ def _descriptor(matrix: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 class HopperHeadGradient(HeadGradient):
-    """dW, summed over up to `MOST_OF_FOUR` chunks."""
+    """dW, summed over up to `sums.MOST_OF_FOUR` chunks."""
 
     def __init__(self, weight: Tensor, chunks: int) -> None:
         (vocab, width), device = weight.shape, weight.device
         self.total = torch.empty(vocab, width, dtype=weight.dtype, device=device)
-        # shared memory holds one stage more of neither; a wide tile is faster unless half of the last one is empty
+        # a wide tile is faster, unless half of the last one is empty; a seventh stage fits beside the sums of neither
         tall = triton.cdiv(width, 128) % 2 == 1
         self.blocks = Blocks(256, 128, 32, 8, 6, True) if tall else Blocks(128, 256, 32, 8, 6, True)
         height = triton.cdiv(vocab, self.blocks.n)
