@@ -144,6 +144,8 @@ _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # whether what was compiled is launched again without Triton's look at it: an older one wants other arguments there
 REUSED = _VERSION >= (3, 6)
 GLUON = (3, 6) <= _VERSION <= (3, 9)
+# rows of a program that only moves them; the interpreter takes as long for a few as for many
+MOVED = 64 if INTERPRETED else 4
 
 
 def blocks_for(

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._common import (
+    MOVED,
     blocks_for,
     compute_dtype,
     descriptor,
@@ -200,7 +201,7 @@ def put_hidden_gradient(
 ) -> None:
     """``product * factor + entry * W[label]``, zero in rows that do not count."""
     rows, width = product.shape
-    block_n, block_h = 4, min(1024, triton.next_power_of_2(width))
+    block_n, block_h = MOVED, min(1024, triton.next_power_of_2(width))
     with on(product.device):
         _dx_kernel[(triton.cdiv(rows, block_n), triton.cdiv(width, block_h))](
             product, weight, labels, factor, entry, order, count, out, rows, weight.stride(0), H=width,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import cdiv, on, reused
+from ._common import MOVED, cdiv, on, reused
 
 
 class Packed(NamedTuple):
@@ -106,7 +106,7 @@ def pack(
     count = before[-1]
     out = torch.empty(rows, width, dtype=dtype, device=device)
     packed_labels, order, place = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(3))
-    block_n, block_h = 4, min(1024, 1 << (width - 1).bit_length())
+    block_n, block_h = MOVED, min(1024, 1 << (width - 1).bit_length())
     with on(device):
         _pack_kernel[(cdiv(rows, block_n), cdiv(width, block_h))](
             hidden, labels.contiguous(), before, count, *(_given(g, count) for g in gradients), out, packed_labels,
