@@ -144,8 +144,6 @@ _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # whether what was compiled is launched again without Triton's look at it: an older one wants other arguments there
 REUSED = _VERSION >= (3, 6)
 GLUON = (3, 6) <= _VERSION <= (3, 9)
-# rows of a program that only moves them; the interpreter takes as long for a few as for many
-MOVED = 64 if INTERPRETED else 4
 
 
 def blocks_for(
@@ -186,6 +184,12 @@ def _current_device() -> torch.device:
 def cdiv(a: int, b: int) -> int:
     """``a / b`` rounded up; Triton's own takes 2 us on the host."""
     return -(-a // b)
+
+
+def row_tiles(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """(grid, options) of a kernel that only moves whole rows; the interpreter takes as long for a few as for many."""
+    block_n, block_h = 64 if INTERPRETED else 4, min(1024, 1 << (width - 1).bit_length())
+    return (cdiv(rows, block_n), cdiv(width, block_h)), {"BLOCK_N": block_n, "BLOCK_H": block_h, "num_warps": 4}
 
 
 def can_tma(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:

@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ._common import (
-    MOVED,
     blocks_for,
     compute_dtype,
     descriptor,
@@ -31,6 +30,7 @@ from ._common import (
     on,
     processors,
     reused,
+    row_tiles,
 )
 from .product import fitting
 from .sums import digits_for, joined, parted
@@ -201,9 +201,9 @@ def put_hidden_gradient(
 ) -> None:
     """``product * factor + entry * W[label]``, zero in rows that do not count."""
     rows, width = product.shape
-    block_n, block_h = MOVED, min(1024, triton.next_power_of_2(width))
+    grid, tile = row_tiles(rows, width)
     with on(product.device):
-        _dx_kernel[(triton.cdiv(rows, block_n), triton.cdiv(width, block_h))](
+        _dx_kernel[grid](
             product, weight, labels, factor, entry, order, count, out, rows, weight.stride(0), H=width,
-            BLOCK_N=block_n, BLOCK_H=block_h, num_warps=4,
+            **tile,
         )  # fmt: skip

@@ -515,7 +515,7 @@ def programs_for(rows: int, row_bytes: int, tiles: int, blocks: Blocks, device: 
     best, best_use = 1, 0.0
     for strips in range(min(least, tiles), min(tiles, 4 * slots) + 1):
         # a turn takes as long as its program with the most tiles, and half a tile to begin and to end
-        use = height * tiles / (-(-height * strips // slots) * slots * (-(-tiles // strips) + 0.5))
+        use = height * tiles / (cdiv(height * strips, slots) * slots * (cdiv(tiles, strips) + 0.5))
         if use > best_use:
             best, best_use = strips, use
         if best_use >= 0.96:

@@ -276,7 +276,7 @@ def marks_of(
 
     All blocks do if the rows together would lose more than a quarter of ``bound`` times the probability that is not
     their labels': the gradient is as large as that, so a model that is nearly certain is computed exactly too.
-    ``bound`` 1 only steps in where a row is no number. ``dropped`` is zeros unless it is wanted.
+    ``bound`` 1 only steps in where a row is no number. ``dropped`` is of no use unless it is wanted.
     """
     (blocks, width), rows, device = words.shape, len(sums), words.device
     tiles = cdiv(width, 128)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import MOVED, cdiv, on, reused
+from ._common import cdiv, on, reused, row_tiles
 
 
 class Packed(NamedTuple):
@@ -106,13 +106,13 @@ def pack(
     count = before[-1]
     out = torch.empty(rows, width, dtype=dtype, device=device)
     packed_labels, order, place = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(3))
-    block_n, block_h = MOVED, min(1024, 1 << (width - 1).bit_length())
+    grid, tile = row_tiles(rows, width)
     with on(device):
-        _pack_kernel[(cdiv(rows, block_n), cdiv(width, block_h))](
+        _pack_kernel[grid](
             hidden, labels.contiguous(), before, count, *(_given(g, count) for g in gradients), out, packed_labels,
             order, place, _given(classes, count), _given(largest, count), rows, vocab, ignore_index, hidden.stride(0),
-            hidden.stride(1), H=width, BLOCK_N=block_n, BLOCK_H=block_h, CLASSES=classes is not None,
-            GRAD=largest is not None, GRAD_NLL=gradients[1] is not None, GRAD_LSE=gradients[2] is not None, num_warps=4,
+            hidden.stride(1), H=width, CLASSES=classes is not None,
+            GRAD=largest is not None, GRAD_NLL=gradients[1] is not None, GRAD_LSE=gradients[2] is not None, **tile,
         )  # fmt: skip
     return Packed(out, packed_labels, order, place, count)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import MOVED, cdiv, on, processors, reused
+from ._common import cdiv, on, processors, reused, row_tiles
 
 
 def by_label(labels: Tensor, ignored: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -69,12 +69,11 @@ def unpacked_rows(total: Tensor, place: Tensor, factor: Tensor, dtype: torch.dty
 def _moved(source: Tensor, index: Tensor, count: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     rows, width = len(index), source.shape[1]
     out = torch.empty(rows, width, dtype=dtype, device=source.device)
-    block_n, block_h = MOVED, min(1024, triton.next_power_of_2(width))
+    grid, tile = row_tiles(rows, width)
     with on(source.device):
-        _rows_kernel[(cdiv(rows, block_n), cdiv(width, block_h))](
+        _rows_kernel[grid](
             source, index, count, count if factor is None else factor, out, rows, source.stride(0), source.stride(1),
-            H=width, BLOCK_N=block_n, BLOCK_H=block_h, CLEAR=factor is None, HAS_FACTOR=factor is not None,
-            num_warps=4,
+            H=width, CLEAR=factor is None, HAS_FACTOR=factor is not None, **tile,
         )  # fmt: skip
     return out
 
@@ -102,11 +101,9 @@ def _scaled_rows_kernel(
 def scaled_rows(rows: Tensor, factor: Tensor) -> Tensor:
     """``rows * factor[:, None]`` in the type of ``rows``, (N, H) without gaps; a library's takes five times as long."""
     (count, width), out = rows.shape, torch.empty_like(rows)
-    block_n, block_h = MOVED, min(1024, triton.next_power_of_2(width))
+    grid, tile = row_tiles(count, width)
     with on(rows.device):
-        _scaled_rows_kernel[(cdiv(count, block_n), cdiv(width, block_h))](
-            rows, factor, out, count, H=width, BLOCK_N=block_n, BLOCK_H=block_h, num_warps=4
-        )
+        _scaled_rows_kernel[grid](rows, factor, out, count, H=width, **tile)
     return out
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import MOVED, blocks_for, can_cast, can_tma, descriptor, halves_of, is_bulk_readable, on, reused
+from ._common import blocks_for, can_cast, can_tma, descriptor, halves_of, is_bulk_readable, on, reused, row_tiles
 from .rows import unpacked_rows
 
 MOST_OF_FOUR = 64
@@ -119,11 +119,11 @@ class RowSums:
             return unpacked_rows(self.total, place, unit, dtype)
         rows, width = self.total.shape
         out = torch.empty(rows, width, dtype=dtype, device=place.device)
-        block_n, block_h = MOVED, min(1024, triton.next_power_of_2(width))
+        grid, tile = row_tiles(rows, width)
         with on(place.device):
-            _rounded_kernel[(triton.cdiv(rows, block_n), triton.cdiv(width, block_h))](
-                self.total, self.low, place, unit, out, rows, self.low.stride(0), H=width, BLOCK_N=block_n,
-                BLOCK_H=block_h, DIGITS=self.digits, num_warps=4,
+            _rounded_kernel[grid](
+                self.total, self.low, place, unit, out, rows, self.low.stride(0), H=width,
+                DIGITS=self.digits, **tile,
             )  # fmt: skip
         return out
 
